@@ -362,10 +362,11 @@ def _local_paths(scratch: Path, single_node: bool) -> dict[str, str]:
 
 def _group_states(group: int) -> Iterator[str]:
     """Yield `name (pid) state` of every living process of a process group."""
-    for process in psutil.process_iter(["name", "status"]):
-        with suppress(ProcessLookupError):
-            if os.getpgid(process.pid) == group and process.info["status"] != psutil.STATUS_ZOMBIE:
-                yield f"{process.info['name']} ({process.pid}) {process.info['status']}"
+    # The group is asked for first: psutil reads several files of /proc for a name, and a machine has many processes.
+    for number in psutil.pids():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(number) == group and (status := psutil.Process(number).status()) != psutil.STATUS_ZOMBIE:
+                yield f"{psutil.Process(number).name()} ({number}) {status}"
 
 
 def _shared_memory(group: int) -> set[str]:

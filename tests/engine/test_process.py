@@ -71,6 +71,18 @@ def test_sockets_fit_below_the_folder_for_temporary_files(
         folder.remove()
 
 
+def test_the_processes_of_a_group_are_found_without_reading_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine has thousands of processes, whose names and states are files of /proc."""
+    asked = []
+    real = psutil.Process
+    monkeypatch.setattr(psutil, "Process", lambda *number: asked.extend(number) or real(*number))
+    assert len(psutil.pids()) > 1
+    states = list(process._group_states(os.getpgid(0)))
+    assert any(f"({os.getpid()}) " in state for state in states)
+    assert {os.getpgid(number) for number in asked if psutil.pid_exists(number)} == {os.getpgid(0)}
+    assert list(process._group_states(2**22 - 1)) == []
+
+
 def test_no_short_directory_for_sockets_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(process, "SOCKET_PATH", 20)
