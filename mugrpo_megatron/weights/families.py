@@ -102,10 +102,15 @@ def _deepseek_v3(fields: Fields) -> Architecture:
 def _glm4_moe_lite(fields: Fields) -> Architecture:
     """GLM-4.7-Flash, which has the layers of DeepSeek-V3."""
     fields.only("partial_rotary_factor", (1.0,), 1.0)
-    dense = fields.take("first_k_dense_replace", 1)
-    kinds = fields.take("mlp_layer_types", None)
+    first, kinds = fields.take("first_k_dense_replace", None), fields.take("mlp_layer_types", None)
+    dense = 1 if first is None else first
     if kinds is not None:
         dense = kinds.count("dense")
+        if first not in (None, dense):
+            raise fields.error(
+                f"first_k_dense_replace {first} and mlp_layer_types, which has {dense} dense layers, disagree: SGLang "
+                "reads the former and transformers the latter; make them agree"
+            )
         if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
             raise fields.error("mlp_layer_types has a dense layer after a sparse one, which the learner does not build")
     return _latent(fields, "glm4_moe_lite", dense)
