@@ -214,7 +214,12 @@ INSTRUCTION, INPUT = "instruction", "input"
 QUESTIONS = ("problem", "question", "prompt", *CHATS, INSTRUCTION)
 ORZ_ANSWER = "conversations.1.ground_truth.value"
 """Path of the gold in Open-Reasoner-Zero, whose rows are lists of two turns."""
-ANSWERS = ("reward_model.ground_truth", "answer", "label", "ground_truth", "solution", "final_answer", ORZ_ANSWER)
+ANSWERS = (
+    *("reward_model.ground_truth", "answer", "label", "ground_truth", "final_answer", "answer_number"),
+    *("solution", ORZ_ANSWER),
+)
+"""Columns and paths of a gold; `solution` is often a worked one beside `final_answer` (OlympiadBench), and MGSM's
+`answer` is null beside `answer_number`."""
 KNOWN = {
     ("question", "answer"): "GSM8K's",
     ("prompt", "label"): "slime's",

@@ -17,7 +17,6 @@ from mugrpo_megatron.data.files import (
     INPUT,
     INSTRUCTION,
     NO_GOLD,
-    RESPONSES,
     ColumnPaths,
     Unreadable,
     field_at,
@@ -230,13 +229,32 @@ def _check_readable(value: Any, path: str) -> None:
         )
 
 
+_QUESTION_WORDS = ("instruction", "query", "input", "problem", "question", "prompt", "quiz", "0.value")
+_GOLD_WORDS = (
+    *("response", "completion", "output", "completions", "answer", "final answer", "correct answer", "answer number"),
+    *("answerkey", "correct", "correct option", "cop", "gold", "target", "solution text format", "solution"),
+    *("verification_info.ground_truth", "1.ground_truth.value"),
+)
+"""Names of questions and golds in published sets, in small letters and without underscores, and paths to them."""
+
+
 def _hint(row: Mapping[str, Any]) -> str:
-    """Advice on the recipe keys that read this row, if it has other columns of a question and a response; else ""."""
-    response = next((name for name in RESPONSES if isinstance(row.get(name), str)), None)
-    question = next((name for name in (INSTRUCTION, "query", "input") if isinstance(row.get(name), str)), None)
-    if not response or not question:
+    """Advice on the recipe keys that read this row, if its columns have names of other published sets; else ""."""
+    question, gold = _named_like(row, _QUESTION_WORDS), _named_like(row, _GOLD_WORDS)
+    if not question or not gold or question == gold:
         return ""
-    return f'; data.question_field = "{question}" with data.answer_field = "{response}" reads these columns'
+    return f'; data.question_field = "{question}" with data.answer_field = "{gold}" reads these columns'
+
+
+def _named_like(row: Mapping[str, Any], words: Sequence[str]) -> str:
+    """The first column or path with one of these names that holds text or a number; empty without any."""
+    spelled = {name.lower().replace("_", " ").strip(): name for name in row if isinstance(name, str)}
+    for word in words:
+        name = spelled.get(word, word)
+        value = field_at(dict(row), name) if has(dict(row), name) else None
+        if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return name
+    return ""
 
 
 _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (

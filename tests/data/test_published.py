@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ ORZ = [{"from": "human", "value": "7+8?"}, {"from": "assistant", "ground_truth":
         {"question": ["7+8?"], "answer": ["15"]},
         {"question": "7+8?", "answer": "15", "image": None, "images": []},
         {"question": "7+8?", "answer": "15", "image": "registry/box:latest"},
+        {"question": "7+8?", "solution": ["First add 8 and 2."], "final_answer": ["15"], "unit": None},
+        {"question": "7+8?", "answer": None, "answer_number": 15, "equation_solution": None},
     ],
     ids=str,
 )
@@ -65,6 +68,40 @@ def test_an_instruction_with_its_input() -> None:
         load(rows_file(row), DataSection())
     [example] = demonstrations(rows_file(row), DataSection())
     assert (example.problem.question, example.response) == ("Add the numbers.\n\n7, 8", "15")
+
+
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        ({"ID": "2024-I-1", "Problem": "7+8?", "Solution": "By hand", "Answer": 15}, "Problem", "Answer"),
+        ({"Question": "7+8?", "Numbers": "7 8", "Answer": 15.0}, "Question", "Answer"),
+        ({"Question": "7+8?", "Correct Answer": "15", "Incorrect Answer 1": "16"}, "Question", "Correct Answer"),
+        ({"question": "7+8?", "options": ["A)15", "B)16"], "rationale": "r", "correct": "A"}, "question", "correct"),
+        ({"question": "7+8?", "choices": {"text": ["15", "16"]}, "answerKey": "A"}, "question", "answerKey"),
+        ({"quiz": "Who lies?", "names": ["A"], "solution_text_format": "A"}, "quiz", "solution_text_format"),
+        ({"query": "7+8?", "response": "The answer is: 15", "type": "x"}, "query", "response"),
+        (
+            {"0": {"from": "human", "value": "7+8?"}, "1": {"from": "assistant", "ground_truth": {"value": "15"}}},
+            "0.value",
+            "1.ground_truth.value",
+        ),
+    ],
+    ids=str,
+)
+def test_columns_of_other_names_are_named_by_the_refusal(row: dict[str, Any], question: str, answer: str) -> None:
+    said = f'data.question_field = "{question}" with data.answer_field = "{answer}" reads these columns'
+    with pytest.raises(UserError, match=re.escape(said)):
+        load(rows_file(row), DataSection())
+    [problem] = load(rows_file(row), DataSection(question_field=question, answer_field=answer)).problems
+    assert problem.question in ("7+8?", "Who lies?")
+    assert problem.answer in ("15", "15.0", "A", "The answer is: 15")
+
+
+@pytest.mark.parametrize("row", [{"nums": [1, 2], "target": 3}, {"text": "7+8?"}, {"prompt_id": 3, "gold": 15}])
+def test_a_refusal_names_no_columns_where_there_are_none(row: dict[str, Any]) -> None:
+    with pytest.raises(UserError) as refusal:
+        load(rows_file(row), DataSection())
+    assert "reads these columns" not in str(refusal.value)
 
 
 @pytest.mark.parametrize(
