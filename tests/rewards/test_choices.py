@@ -13,6 +13,7 @@ from mugrpo_megatron.rewards.math.compare import compare_answer
 from mugrpo_megatron.rewards.math.extract import answer_of
 from mugrpo_megatron.rewards.math.gold import read_gold
 from mugrpo_megatron.rewards.math.literal import chosen_letter, letter_of, match_literally
+from tests.rewards.verdicts import right
 
 LETTERS = st.sampled_from("ABCDE")
 TEXTS = st.sampled_from(
@@ -107,6 +108,22 @@ def test_several_choices_are_a_set_of_letters(letters: set[str], others: set[str
         ]
         for form in [*forms, f"({', '.join(listed)})", f"\\text{{{', '.join(listed)}}}"]:
             assert (compare_answer(form, gold)[0] == 1.0) == (answer == letters), form
+
+
+@pytest.mark.parametrize("gold", ["AC", "BD", "ABD", "ACEG"])
+def test_options_side_by_side_are_a_list(gold: str) -> None:
+    for form in (", ".join(gold), " and ".join(gold), ", ".join(f"({letter})" for letter in gold), gold):
+        assert compare_answer(form, gold)[0] == 1.0, form
+    for form in (", ".join(gold[:-1]), ", ".join(gold + "H"), f"{', '.join(gold)}, 5", f"not {', '.join(gold)}"):
+        assert compare_answer(form, gold)[0] == 0.0, form
+
+
+def test_circled_letters_are_options() -> None:
+    for code in range(5):
+        circled, letter = chr(0x24B6 + code), chr(ord("A") + code)
+        assert right(f"The answer is {circled}", letter)
+        assert right(chr(0x24D0 + code), letter)
+        assert not right(circled, "G")
 
 
 @pytest.mark.parametrize(

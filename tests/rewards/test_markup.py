@@ -39,6 +39,37 @@ def test_what_is_no_emphasis(text: str) -> None:
     assert without_markup(text) == text
 
 
+@pytest.mark.parametrize(
+    "around",
+    [
+        "“{}”",
+        "„{}“",
+        "‘{}’",
+        "'{}'",
+        "«{}»",
+        "「{}」",
+        "『{}』",
+        "【{}】",
+        "✅ {}",
+        "{} 🎉",
+        "👉{}",
+        "∴ {}",
+        "= {}",
+        "→ {}",
+    ],
+)
+def test_quotation_marks_and_decoration(around: str) -> None:
+    for answer in ("58", "\\frac{1}{58}", "x=58"):
+        assert right(around.format(answer), answer)
+    assert right(around.format("58"), "58")
+    assert not right(around.format("57"), "58")
+
+
+@pytest.mark.parametrize("answer", ["57 = 58", "57 → 58", "=> 58", "~58", "58'", "58 to 57", "57 over 58", "arctan 58"])
+def test_what_is_no_decoration(answer: str) -> None:
+    assert not right(answer, "58")
+
+
 def test_struck_text_fences_and_exponents() -> None:
     assert right("~~57~~ 58", "58")
     assert not right("~~58~~ 57", "58")
@@ -61,6 +92,15 @@ ENDS = (
     "[EOS]",
     "<|im_end|>\n",
     "<|a_token_of_tomorrow|>",
+    "[|endofturn|]",
+    "[|endofturn|]\n[|user|]And 60?",
+    "[e~[",
+    "<seed:eos>",
+    "<eoa>",
+    "<reserved_107>",
+    "<extra_id_1>",
+    "<SPECIAL_12>",
+    "<[EOS_never_used]>",
 )
 
 

@@ -99,6 +99,11 @@ def test_functions(one: str, other: str, argument: str, value: int) -> None:
         ("8 = x", "8 = y", False),
         ("8 = x", "x = 8", True),
         ("x = 2y + 1", "y = \\frac{x - 1}{2}", True),
+        ("g(t) = 3t - 1", "y = 3t - 1", True),
+        ("y = 3t - 1", "g(t) = 3t - 1", True),
+        ("y = 3t + 1", "g(t) = 3t - 1", False),
+        ("S = 3t - 1", "g(t) = 3t - 1", False),
+        ("y = 3s - 1", "g(t) = 3t - 1", False),
     ],
 )
 def test_chains_tuples_and_whole_equations(answer: str, gold: str, equal: bool) -> None:

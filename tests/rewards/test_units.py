@@ -122,6 +122,61 @@ def test_a_bare_symbol_is_the_unit_that_the_other_side_has(symbol: str, word: st
 
 
 @pytest.mark.parametrize(
+    ("bare", "gold"),
+    [
+        ("9 N·m", "9\\text{ J}"),
+        ("9 kg·m/s", "9\\text{ N s}"),
+        ("9 mol·L⁻¹", "9\\text{ mol/L}"),
+        ("9 g cm^{-3}", "9\\text{ g/cm}^3"),
+        ("9 J/mol", "9\\,\\mathrm{J\\cdot mol^{-1}}"),
+        ("9 sq. ft.", "9\\text{ ft}^2"),
+        ("9 sq km", "9\\text{ square kilometers}"),
+        ("9 cu. m", "9\\text{ m}^3"),
+        ("9 cc", "9\\text{ cm}^3"),
+        ("9 kgs", "9 kg"),
+        ("9 kms", "9\\text{ km}"),
+        ("9ℓ", "9\\text{ L}"),
+        ("9\\,\\ell", "9 liters"),
+        ("9^o", "9^\\circ"),
+        ("9^{\\text{o}}", "9"),
+        ("9\\degree", "9°"),
+        ("¥9", "9元"),
+        ("¥9", "9円"),
+        ("9千瓦", "9\\text{ kW}"),
+        ("9毫安", "9 mA"),
+        ("9克/立方厘米", "9\\text{ g/cm}^3"),
+        ("9百万", "9000000"),
+        ("9千万元", "90000000"),
+    ],
+)
+def test_bare_units_made_of_units_and_other_spellings(bare: str, gold: str) -> None:
+    assert right(bare, gold)
+    assert right(gold, bare)
+    assert not right(bare.replace("9", "8"), gold)
+
+
+@pytest.mark.parametrize(
+    ("bare", "gold"),
+    [
+        ("9 N·m", "9\\text{ N}"),
+        ("9 J/mol", "9\\text{ J/kg}"),
+        ("9 sq. ft.", "9\\text{ ft}"),
+        ("9 sq. m", "9\\text{ m}^3"),
+        ("9 cc", "9\\text{ mm}^3"),
+        ("9千瓦", "9\\text{ W}"),
+        ("9毫安", "9\\text{ A}"),
+        ("9円", "9元"),
+        ("¥9", "\\$9"),
+        ("9xy", "9"),
+        ("9cu", "9"),
+    ],
+)
+def test_bare_units_that_differ(bare: str, gold: str) -> None:
+    assert not right(bare, gold)
+    assert not right(gold, bare)
+
+
+@pytest.mark.parametrize(
     ("one", "other", "equal"),
     [
         ("MW", "mW", False),

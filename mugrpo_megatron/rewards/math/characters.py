@@ -39,6 +39,10 @@ _ORDINAL = re.compile(r"(?<=[0-9])\.?[\u00ba\u00aa]")
 _LABELLED = re.compile(r"^\s*[A-J\uff21-\uff2a](?=\u3001)", re.MULTILINE)
 """Matches the letter of an option in the form that Chinese text has: a letter and an ideographic comma."""
 _TILDE = re.compile(r"(?<=[0-9])\s*[\uff5e\u301c]\s*(?=[0-9])")
+_REPEATED = re.compile("(?:[0-9][\u0304\u0305])+|[0-9]\u0307(?:[0-9]*[0-9]\u0307)?")
+"""Matches the digits of a repeating decimal under a line or between dots."""
+OVER_DIGITS = "\u0304\u0305\u0307"
+_OVER = re.compile(f"[{OVER_DIGITS}]")
 _FRACTION_AFTER = re.compile(r"(?<=[0-9])[\s\u2064]*(?=\\frac\{[0-9]{1,2}\}\{[0-9]{1,2}\})")
 
 _UNIT_PER = re.compile(r"(\\text\{ [A-Za-z\u03bc]+)\}/([A-Za-z]{1,4})(?![A-Za-z])")
@@ -50,8 +54,8 @@ def plain_characters(text: str, scripts: bool = True) -> str:
 
     Decimal digits of every script become 0 to 9; wide, narrow and styled forms become plain; `x²` becomes `x^{2}`, `x₁`
     `x_{1}`, `3½` `3\frac{1}{2}`; spaces become one kind; invisible characters vanish. Circled digits stay, since they
-    are labels. Without `scripts`, superscripts, subscripts and fractions stay too, so that a number in a sentence ends
-    before them.
+    are labels; a circled letter becomes an option, `(C)`. Without `scripts`, superscripts, subscripts and fractions
+    stay too, so that a number in a sentence ends before them.
     """
     if text.isascii():
         return text
@@ -59,7 +63,9 @@ def plain_characters(text: str, scripts: bool = True) -> str:
     text = _TILDE.sub("-", _LABELLED.sub(r"\g<0>. ", text).replace(". \u3001", ". "))
     if not scripts:
         return unicodedata.normalize("NFC", text.translate(_TABLE_WITH_SCRIPTS))
-    text = _SCRIPT.sub(_raised_or_lowered, text)
+    text = _REPEATED.sub(
+        lambda digits: f"\\overline{{{_OVER.sub('', digits[0])}}}", _SCRIPT.sub(_raised_or_lowered, text)
+    )
     text = unicodedata.normalize("NFC", _FRACTION_AFTER.sub("", text.translate(_TABLE)))
     return _UNIT_PER.sub(r"\1/\2}", text) if "{ " in text else text
 
@@ -81,6 +87,8 @@ def _plain(character: str) -> str:
         return ""  # characters that are not shown: joiners, direction marks, invisible operators, styles of emoji
     form = unicodedata.decomposition(character)
     tag = form[: form.find(">") + 1]
+    if tag == "<circle>" and (letter := chr(int(form.split()[1], 16))).isalpha() and letter.isascii():
+        return f"({letter})"  # an option of a question
     if not form or character in _AS_THEY_ARE or tag == "<circle>":
         return character
     if tag == "<fraction>":

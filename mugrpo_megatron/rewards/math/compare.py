@@ -96,6 +96,9 @@ Policy = Literal["strict", "lenient"]
 Outcome = tuple[float, str]
 """The reward, 1.0 or 0.0, and the reason for it."""
 
+_SIDE_BY_SIDE = re.compile("[A-H]{2,8}")
+"""Matches the options of a question as some sets write them: `ABD`."""
+_OF_X = re.compile(r"[a-zA-Z]\s*\([a-z]\)")
 _DECIMAL_COMMA = re.compile(r"([+-]?[0-9]+),([0-9]{2})")
 _COLUMN = re.compile(r"\\begin\{([pb]?matrix)\}([^&]*)\\end\{\1\}")
 _DECIMALS = re.compile(r"[0-9]\.([0-9]+)")
@@ -125,6 +128,8 @@ def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome
         return _same_money(money(answer), read)
     if refusal := too_large(text, read.text):
         return 0.0, refusal
+    if _SIDE_BY_SIDE.fullmatch(read.text) and "," in text and list(read.text) == sorted(set(read.text)):
+        return _outcome(chosen_letters(unstyled(_without_brackets(text))) == ", ".join(read.text))
     if read.kind not in ("number", "other"):
         return _outcome(_same_text(text, read))
     if name_different_things(left_side(text), read.name):
@@ -228,6 +233,8 @@ def _compare_other(text: str, gold: Gold) -> Outcome:
         return 0.0, "ambiguous: more equations than in the gold answer"
     if "=" not in target and len(elements) == 1:
         text = without_membership(sides(text)[0])
+    if _name_one_function(name_of(text), name_of(target)):
+        text, target = split_top(text, "=")[-1], split_top(target, "=")[-1]
     ordered, gold_ordered = _ordered(text), _ordered(target)
     if (ordered and _is_set(target)) or (gold_ordered and _is_set(text)):
         return _outcome(False)
@@ -243,6 +250,11 @@ def _compare_other(text: str, gold: Gold) -> Outcome:
     if min(len(unordered), len(gold_unordered)) > 1 and is_interval(text) == is_interval(target):
         return _in_any_order(unordered, gold_unordered, gold)
     return _outcome(_same_values(text, target, gold))
+
+
+def _name_one_function(one: str, other: str) -> bool:
+    """Whether two left sides are `y` and a function of one variable, such as `f(x)`."""
+    return any(left.strip() == "y" and _OF_X.fullmatch(right.strip()) for left, right in ((one, other), (other, one)))
 
 
 def _same_values(text: str, wanted: str, gold: Gold) -> bool:

@@ -6,23 +6,30 @@ import re
 from typing import Literal, NamedTuple
 
 from mugrpo_megatron.rewards.math.aligned import as_displays
-from mugrpo_megatron.rewards.math.characters import FRACTIONS, RAISED, plain_characters
+from mugrpo_megatron.rewards.math.characters import FRACTIONS, OVER_DIGITS, RAISED, plain_characters
+from mugrpo_megatron.rewards.math.languages import (
+    ANSWER_IS,
+    CHANGED_BEFORE,
+    CHANGED_BEHIND,
+    COPULA_BEHIND,
+    DENIED_BEFORE,
+)
 from mugrpo_megatron.rewards.math.markup import answering_turn, without_markup
 from mugrpo_megatron.rewards.math.thoughts import after_thoughts
 
 _PHRASE = re.compile(
     r"\b(?:final\s+answer|answers?|correct\s+(?:option|choice)s?)\s*(?:(?:is|are|would\s+be|must\s+be)\b|:|=)\s*:?\s*"
-    r"|\b(?:I|we)\s+(?:choose|pick|select)\s+"
-    r"|(?:答案|答え)\s*(?:是|为|為|は|[:：])\s*[:：]?\s*|【(?:答案|答え)】\s*|(?<![不没非])[选選](?:择|擇|项|項)?\s*[:：]?\s*(?=\(?[A-Z]\b)"
-    r"|\bответ\s*[:：]\s*",
-    re.IGNORECASE,
+    r"|\b(?:I|we)(?:\s+(?:will|would|shall)|['’]l?[ld])?\s+(?:choose|pick|select)\s+"
+    r"|(?<![不没非])[选選](?:择|擇|项|項)?\s*[:：]?\s*(?=\(?[A-Z]\b)"
+    rf"|{ANSWER_IS}",
+    re.IGNORECASE | re.MULTILINE,
 )
 _REASON = re.compile(r"[\s,]\s*(?:because|since)\b", re.IGNORECASE)
 _NEGATED = re.compile(r"\b(?:not?|cannot|unknown|neither)\b|n't\b", re.IGNORECASE)
 _DENIED = re.compile(
     r"(?:\b(?:not|never|hardly|neither|except|without|(?:anything|all|nothing)\s+but|far\s+from|unlikely)|n't|\bcannot)"
     r"\s+(?:\w+\s+)?(?:(?:equal\s+to|to\s+be|be|the|a)\s+)*\$?\s*\Z"
-    r"|(?:\b(?:no\s+(?:es|son)|n[’']est\s+pas|nicht|não\s+é|non\s+è|не)\s+|(?:不是|并非|並非|不等于|不等於)\s*)\$?\s*\Z",
+    rf"|{DENIED_BEFORE}",
     re.IGNORECASE,
 )
 _CHANGED_BEFORE = re.compile(
@@ -31,18 +38,21 @@ _CHANGED_BEFORE = re.compile(
     r"|twice|double|triple"
     r"|(?:half|double|root|square|cube|multiple|factor|power|logarithm)\s+of|(?:before|after)|if\s+it\s+is"
     r"|maybe|perhaps|possibly|probably|(?:might|could|may)\s+be|guess|un(?:known|clear|sure))[\s:]+"
-    r"(?:the\s+|of\s+|an?\s+)*\$?\s*\Z",
+    r"(?:the\s+|of\s+|an?\s+)*\$?\s*\Z"
+    rf"|{CHANGED_BEFORE}",
     re.IGNORECASE,
 )
 _CHANGED_BEHIND = re.compile(
     r"\s*\$?\s*(?:or\s+(?:more|less|fewer|so|greater|higher|lower)\b|(?:more|less|fewer|greater|other)\s+than\b|squared\b"
     r"|cubed\b|factorial\b|(?:plus|minus|times|divided|modulo|mod)\b"
-    r"|(?:is|was)\s+(?:wrong|incorrect|false|impossible)\b)",
+    r"|(?:is|was)\s+(?:wrong|incorrect|false|impossible)\b)"
+    rf"|{CHANGED_BEHIND}",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|[。！？]|\n")
+_SENTENCE_END = re.compile(r"[.!?](?=\s+[A-Z])|\.\s*$|[。！？।]|\n")
+_COPULA = re.compile(COPULA_BEHIND)
 _PROSE = re.compile(
-    r"(?<![\\A-Za-z{])[A-Za-z']{2,}\s+(?:[A-Za-z']{1,}\s+)?(?:[A-Za-z']{2,}|(?=[$\\0-9]))|(?<!\\)\b[A-Za-z]{3,}\s*:"
+    r"(?<![\\A-Za-z{])(?!(?:arc)?(?:sin|cos|tan|cot)\b|ln\b|log\b|exp\b)[A-Za-z']{2,}\s+(?:[A-Za-z']{1,}\s+)?(?:[A-Za-z']{2,}|(?=[$\\0-9]))|(?<!\\)\b[A-Za-z]{3,}\s*:"
 )
 _MATH = re.compile(
     r"\$\$.+?\$\$|(?<!\\)\$(?![0-9])(?:\\.|[^$\\\n])+?\$(?![0-9])|\\\(.+?\\\)|\\\[.+?\\\]"
@@ -70,12 +80,13 @@ NUMBER = re.compile(
 _AMOUNT = re.compile(rf"(?<!\\)\$\s?{NUMBER.pattern}")
 _SPAN = (
     r"(?<![\w.:/-])(?:[0-9]{1,4}(?::[0-9]{1,2})+(?:\s?[aApP]\.?\s?[mM]\b\.?)?|[0-9]{1,2}\s?[aApP]\.?\s?[mM]\b\.?"
-    r"|[0-9]+(?:[-–][0-9]+){1,2}(?![0-9]|[/.][0-9])|[0-9]+(?:/[0-9]+){2}(?![0-9/]))"
+    r"|[0-9]+(?:[-–][0-9]+){1,2}(?![0-9]|[/.][0-9])|[0-9]+(?:/[0-9]+){2}(?![0-9/])"
+    r"|(?<!from )[0-9]+ (?:to|over) [0-9]+(?![0-9./]))"
 )
 """Matches a time, a ratio, a score, a range or a date; no number in it is a value of its own."""
 _MAGNITUDE = r"(?:\s(?:dozen|hundred|thousand|million|billion|trillion)s?\b|\s(?:per\s?mil(?:le?)?|basis\s+points?)\b)?"
 _PLAIN_VALUE = re.compile(
-    rf"{_SPAN}|(?:{NUMBER.pattern})(?:\s?[{FRACTIONS}]|{RAISED}+)?{_MAGNITUDE}|(?<!\w)-?[{FRACTIONS}]"
+    rf"{_SPAN}|-?[0-9]*\.[0-9]*[0-9][{OVER_DIGITS}][0-9{OVER_DIGITS}]*|(?:{NUMBER.pattern})(?:\s?[{FRACTIONS}]|{RAISED}+)?{_MAGNITUDE}|(?<!\w)-?[{FRACTIONS}]"
 )
 _VALUE = re.compile(f"{_MATH.pattern}|{_PLAIN_VALUE.pattern}")
 _TEXT = re.compile(
@@ -106,7 +117,7 @@ def after_phrase(text: str) -> str | None:
     rest = text[max(phrase.end() for phrase in phrases) :].strip()
     if displayed := _DISPLAYED.match(rest):
         return displayed["inside"].strip()
-    statement = _SENTENCE_END.split(rest, maxsplit=1)[0].strip()
+    statement = _COPULA.sub("", _SENTENCE_END.split(rest, maxsplit=1)[0]).strip()
     return _value_at_the_end(statement) or statement
 
 

@@ -14,12 +14,15 @@ _NAME = (
 )
 _END = re.compile(
     rf"<[|｜](?:{_NAME})[|｜]>|<turn\|>|<\|turn>|</?s>|<\\s>|<(?:eos|pad|unk|eot|eod|(?:end|start)_of_turn)>"
-    r"|<end>|\[(?:EOS|END|PAD|SEP|/?INST|end[ _]of[ _]text)\]|(?:<[|｜][^<>|｜\s]{1,40}[|｜]>\s*)+\Z",
+    r"|<end>|\[(?:EOS|END|PAD|SEP|/?INST|end[ _]of[ _]text)\]|(?:<[|｜][^<>|｜\s]{1,40}[|｜]>\s*)+\Z"
+    # EXAONE, MiniMax, Seed-OSS, InternLM, Baichuan, Nemotron
+    r"|\[\|(?:endofturn|user|system|assistant|tool)\|\]|\[e~\[|<\[EOS_never_used\]>|<seed:eos>|<eo[adhms]>"
+    r"|<(?:reserved_|extra_id_|SPECIAL_|special_)[0-9]{1,4}>",
     re.IGNORECASE,
 )
 _ASSISTANT = re.compile(
     r"(?:<[|｜](?:im_start|start|start_header_id|start_of_role|role_start)[|｜]>\s*assistant\b(?:<[|｜][a-z_]+[|｜]>)?"
-    r"|<[|｜](?:assistant|Assistant|CHATBOT_TOKEN|bot)[|｜]>|<start_of_turn>\s*model\b|<\|turn>\s*model\b|\[/INST\])"
+    r"|<[|｜](?:assistant|Assistant|CHATBOT_TOKEN|bot)[|｜]>|\[\|assistant\|\]|<start_of_turn>\s*model\b|<\|turn>\s*model\b|\[/INST\])"
     r"[ \t]*\n?"
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from fractions import Fraction
 
 from mugrpo_megatron.rewards.math.aligned import without_alignment
@@ -37,7 +38,17 @@ _FONT = (
     r"emph|underline"
 )
 _STYLE = rf"{_FONT}|boxed|fbox|framebox"
-_REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+_BARE_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|log|ln|exp"
+"""Without `sec`, which is a second, too."""
+_AND_OR = "或者?|及|以及|和|与|與|または|もしくは|および|또는|및|или"
+"""Connectives of other scripts between answers."""
+
+
+def _digits_alone(number: re.Match[str]) -> str:
+    return number[1] + re.sub("[^0-9]", "", number[2])
+
+
+_REWRITES: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\?[$€£¥]|\\(?:pounds|euro|textdollar)(?![A-Za-z])|(?<!\\)\\[()\[\]]", " "),
@@ -57,7 +68,20 @@ _REWRITES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\\langle(?![A-Za-z])", "("),
         (r"\\rangle(?![A-Za-z])", ")"),
         (r"^\s*(?:[a-z]\s*\\in\s*)?\\mathbb\s*(?:\{\s*R\s*\}|R)\s*$", r"(-\\infty, \\infty)"),
-        (r"^\s*\\text\s*\{\s*[Aa]ll real(?: number)?s\s*\}\s*$", r"(-\\infty, \\infty)"),
+        (r"^\s*(?:\\text\s*\{)?\s*[Aa]ll real(?: number)?s\s*\}?\s*$", r"(-\\infty, \\infty)"),
+        (r"^\s*[Øø]\s*$", r"\\emptyset"),
+        (
+            r"(?<=[0-9)}])\s*(?:\\degrees?(?![A-Za-z])|\^\s*\{?\s*(?:\\(?:text|mathrm|rm)\s*\{?\s*)?[oO]\s*\}{0,2}(?=\s*(?:[CF]?\s*(?:\Z|,))))",
+            r"^\\circ ",
+        ),
+        (r"(?<=[0-9)}])\s*[xX]\s*(?=10\s*\^)", r"\\times "),
+        (r"(?<![0-9A-Za-z.'_])([0-9]{1,3})((?:['’][0-9]{3})+|(?:_[0-9]{3})+)(?![0-9'’_])", _digits_alone),
+        (rf"(?<![\\A-Za-z])({_BARE_FUNCTIONS})(?=\s*[0-9(_^{{|\\]|\s+[a-z](?![A-Za-z]))", r"\\\1 "),
+        (rf"(?<=[0-9A-Za-z)}}\]$])\s*(?:{_AND_OR})\s*(?=[0-9A-Za-z(\[\\$+-])", ","),
+        (r"^\s*([0-9]+) to ([0-9]+)\s*$", r"\1:\2"),
+        (r"^\s*([0-9]+) over ([0-9]+)\s*$", r"\1/\2"),
+        (r"\\(sin|cos|tan)\s*\^\s*\{?\s*-\s*1\s*\}?", r"\\arc\1 "),
+        (r"\\lg(?![A-Za-z])", r"\\log_{10}"),
         (r"\\lbrack(?![A-Za-z])", "["),
         (r"\\rbrack(?![A-Za-z])", "]"),
         (r"\\lbrace(?![A-Za-z])", r"\\{"),
@@ -96,6 +120,18 @@ _ELLIPSIS = re.compile(r"(?<![0-9.])([0-9]+)\s*(?:\.{2,}|…)\s*\Z")
 there are more decimals.)"""
 _EMPHASIZED = re.compile(r"\A\s*(?P<marks>\*{1,3}|_{1,3}|`)(?P<inside>[^*_`]+)(?P=marks)\s*\Z")
 """Matches an answer that is emphasized as a whole, in Markdown."""
+_QUOTED = re.compile(
+    r"\A\s*(?:“([^“”]+)”|„([^„“”]+)[“”]|‘([^‘’]+)’|'([^']+)'|«([^«»]+)»|「([^「」]+)」|『([^『』]+)』|【([^【】]+)】)[\s.]*\Z"
+)
+"""Matches a whole answer in quotation marks or in the brackets of Chinese and Japanese."""
+_DECORATION = re.compile(
+    "\\A[\\s\u2600-\u27bf\u2b00-\u2bff\U0001f000-\U0001faff]*(?:(?:[=\u21d2\u2192\u2234]"
+    "|\\\\(?:therefore|Rightarrow|implies)(?![A-Za-z]))(?![=<>])\\s*)?"
+    "|[\\s\u2600-\u27bf\u2b00-\u2bff\U0001f000-\U0001faff]+\\Z"
+)
+"""Matches emoji around an answer, and a sign in front of it that says "therefore"."""
+_ABOUT = re.compile(r"\A\s*~\s*(?=[0-9.])")
+"""Matches a tilde that says "about"; between a number and its unit it is LaTeX's space."""
 _ORDINAL = re.compile(
     r"(?<![0-9A-Za-z/.^_}])(?P<number>[0-9]{0,40}?(?:(?P<teen>1[0-9])|(?P<last>[0-9])))(?:\^\s*)?\{?"
     r"(?:\\(?:text[a-z]*|mathrm|mbox)\{)?(?P<ending>st|nd|rd|th)\s*\}{0,2}(?=\s*(?:\Z|,))"
@@ -106,13 +142,19 @@ _SENTENCE = r"(?i:(?:[A-Za-z]+ ){0,6}(?:is|are|was|were|be|can|cannot|not|never|
 _LABEL_WORDS = rf"(?!{_SENTENCE})((?:[A-Za-z]+ ){{0,6}}[A-Za-z]{{3,}}):"
 _LABEL = re.compile(rf"(?:\\text[a-z]*\s*\{{\s*{_LABEL_WORDS}\s*\}}|{_LABEL_WORDS})\s*(?=[-+\\.0-9])")
 """Matches words with a colon before a number or a formula, unless they are a sentence; `Option C: 5` is a choice."""
+_FRENCH_INTERVAL = re.compile(
+    r"([\[\]])([^\[\](),]*[^\[\](),\s][^\[\](),]*,[^\[\](),]*[^\[\](),\s][^\[\](),]*)([\[\]])"
+)
+"""Matches an interval in square brackets; ISO 31-11 has `]0, 1]` beside `(0, 1]`."""
 _LEADING = ' ,;:\n\t"`'
 _TRAILING = _LEADING + ".。\\"
 
 
 def normalize(text: str) -> str:
     """Bring an answer to one spelling. LaTeX stays LaTeX; alternatives ("or", `\\lor`) become commas."""
-    text = without_alignment(_EMPHASIZED.sub(r"\g<inside>", plain_characters(text)))
+    text = _DECORATION.sub("", _ABOUT.sub(r"\\sim ", plain_characters(text)))
+    text = _QUOTED.sub(lambda quoted: next(filter(None, quoted.groups())), _EMPHASIZED.sub(r"\g<inside>", text))
+    text = without_alignment(text)
     if not text.isascii():
         text = _VARIABLE.sub(_as_latex, _ROOT.sub(_as_root, text))
     text = _ELLIPSIS.sub(r"\1\\ldots ", text).translate(_PLAIN).rstrip(_TRAILING)
@@ -120,7 +162,7 @@ def normalize(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = COUNTED.sub(_in_text, with_latin_units(text))
     text = _without_label(unwrapped(text.rstrip(_TRAILING).lstrip(_LEADING))).rstrip(_TRAILING)
-    text = italic(_ORDINAL.sub(_as_number, text))
+    text = _FRENCH_INTERVAL.sub(_as_interval, italic(_ORDINAL.sub(_as_number, text)))
     text = without_parts(REPEATING.sub(_as_fraction, _without_thousands(text)))
     while text[:1] == "{" and text[-1:] == "}" and encloses(text):
         text = text[1:-1].strip()
@@ -143,6 +185,12 @@ def _as_number(ordinal: re.Match[str]) -> str:
     number."""
     expected = "th" if ordinal["teen"] else _ORDINAL_ENDINGS.get(ordinal["last"], "th")
     return ordinal["number"] if ordinal["ending"] == expected else ordinal[0]
+
+
+def _as_interval(interval: re.Match[str]) -> str:
+    """`]0, 1]` as `(0, 1]`: a bracket that turns its back on an end leaves it out."""
+    opening, ends, closing = interval.groups()
+    return f"{'[' if opening == '[' else '('}{ends}{']' if closing == ']' else ')'}"
 
 
 def _in_text(counted: re.Match[str]) -> str:

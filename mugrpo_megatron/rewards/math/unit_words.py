@@ -43,13 +43,49 @@ _WORDS = {
     "pascal": "帕斯卡 帕 パスカル Па",
     "hz": "赫兹 赫茲 赫 ヘルツ 헤르츠 Гц",
     "kelvin": "开尔文 開爾文 开 ケルビン 켈빈",
+    "kilowatt": "千瓦 キロワット 킬로와트 кВт",
+    "megawatt": "兆瓦 МВт",
+    "kilojoule": "千焦 千焦耳 キロジュール кДж",
+    "kilopascal": "千帕 кПа",
+    "megapascal": "兆帕 МПа",
+    "hectopascal": "百帕 ヘクトパスカル",
+    "kilovolt": "千伏 кВ",
+    "millivolt": "毫伏 мВ",
+    "kilonewton": "千牛 кН",
+    "kilohertz": "千赫 千赫兹 кГц",
+    "megahertz": "兆赫 兆赫兹 МГц",
+    "kiloohm": "千欧 千歐 кОм",
+    "megaohm": "兆欧 兆歐 МОм",
+    "kilocalorie": "千卡 大卡 ккал",
+    "ampere": "安培 安 アンペア 암페어 А ампер",
+    "milliampere": "毫安 мА",
+    "coulomb": "库仑 庫侖 库 クーロン Кл",
+    "farad": "法拉 Ф",
+    "tesla": "特斯拉 Тл",
+    "henry": "亨利 Гн",
+    "mole": "摩尔 摩爾 摩 モル 몰 моль",
+    "millisecond": "毫秒 ミリ秒 мс",
+    "microsecond": "微秒 мкс",
+    "nanosecond": "纳秒 нс",
+    "micrometer": "微米 мкм",
+    "nanometer": "纳米 奈米 нм",
+    "microgram": "微克 мкг",
+    "hectare": "公顷 公頃 ヘクタール га",
+    "radian": "弧度 ラジアン рад",
+    "electronvolt": "电子伏特 电子伏 эВ",
+    "atmosphere": "个大气压 大气压 標準大気圧 атм",
 }  # fmt: skip
 _LATIN = {word: unit for unit, words in _WORDS.items() for word in words.split()}
 _ANY = "|".join(sorted(map(re.escape, _LATIN), key=len, reverse=True))
 _AREAS = {"平方": "square", "立方": "cubic", "кв": "square", "куб": "cubic", "제곱": "square", "세제곱": "cubic"}
 _ENDING = "(?:[аеиоуыя]|ов|ев|ей)?"
-_FACTORS = {"百": "10^{2}", "千": "10^{3}", "万": "10^{4}", "萬": "10^{4}", "만": "10^{4}", "亿": "10^{8}",
-            "億": "10^{8}", "억": "10^{8}"}  # fmt: skip
+_FACTORS = {
+    "十万": "10^{5}", "十萬": "10^{5}", "百万": "10^{6}", "百萬": "10^{6}", "백만": "10^{6}", "千万": "10^{7}",
+    "千萬": "10^{7}", "천만": "10^{7}", "十亿": "10^{9}", "十億": "10^{9}", "百亿": "10^{10}", "百億": "10^{10}",
+    "千亿": "10^{11}", "千億": "10^{11}", "万亿": "10^{12}",
+    "百": "10^{2}", "千": "10^{3}", "万": "10^{4}", "萬": "10^{4}", "만": "10^{4}", "亿": "10^{8}", "億": "10^{8}",
+    "억": "10^{8}",
+}  # fmt: skip
 _LETTERS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0400-\u04ff"
 """Letters of Chinese, Japanese, Korean and Russian. Their words for "more", "or" and magnitudes are refused by
 `normalize`."""
@@ -60,9 +96,9 @@ _IN_TEXT = re.compile(rf"{_BEHIND}{_TEXT}(?P<words>[{_LETTERS}][{_LETTERS}\s/]*)
 _POWER = r"(?:\s*\^\s*\{?\s*[23]\s*\}?)?"
 _UNIT = re.compile(
     rf"{_BEHIND}(?P<area>{'|'.join(_AREAS)})?[. ]*(?P<unit>{_ANY}){_ENDING}(?P<power>{_POWER})"
-    rf"(?:\s*(?:/|每|毎)\s*(?P<second>{_ANY}|[时時]){_ENDING}(?P<other_power>{_POWER}))?\.?{_END}"
+    rf"(?:\s*(?:/|每|毎)\s*(?P<second_area>{'|'.join(_AREAS)})?(?P<second>{_ANY}|[时時]){_ENDING}(?P<other_power>{_POWER}))?\.?{_END}"
 )
-_SCALE = re.compile(rf"(?<=[0-9])\s*(?P<factor>[{''.join(_FACTORS)}])(?=[{_LETTERS}]{{0,3}}{_END})")
+_SCALE = re.compile(rf"(?<=[0-9])\s*(?P<factor>{'|'.join(_FACTORS)})(?=[{_LETTERS}]{{0,3}}{_END})")
 COUNTED = re.compile(rf"{_BEHIND}(?P<word>[{_LETTERS}]{{1,4}}|[\u0400-\u04ff]+){_END}")
 """Matches a counter, or a unit that `_WORDS` lacks. In Chinese, Japanese and Korean it has at most four letters, since
 a sentence has more."""
@@ -100,6 +136,12 @@ def without_parts(text: str) -> str:
     return _PARTS.sub(lambda found: f" \\times 10^{{{-3 if found['thousand'] else -4}}}", text)
 
 
+_EACH = re.compile(rf"^\s*每(?P<per>{_ANY})\s*(?P<speed>[0-9].*)\Z")
+"""Matches a speed as Chinese says it: `每小时60公里`."""
+_TOTAL = re.compile(r"^\s*(?:所以|因此|故)?\s*(?:一共|总共|總共|共计|共計|共)有?\s*(?=[0-9])")
+_DOTTED = re.compile(r"(?<=[0-9)}])\s*(?P<power>sq|cu)(?:\.\s*|\s+)(?=[A-Za-z])")
+
+
 def with_latin_units(text: str) -> str:
     r"""Rewrite units after numbers as `\text{ cm}` and the like, also the signs of ohm, ångström, kelvin and micro.
 
@@ -115,8 +157,11 @@ def with_latin_units(text: str) -> str:
         text = _KELVIN.sub(r"\\text{ kelvin}", text)
     if "mu" in text or "µ" in text or "μ" in text:
         text = _MICRO.sub(lambda match: f"\\text{{ micro{_MICROS[match['unit']]}}}", text)
+    if "sq" in text or "cu" in text:
+        text = _DOTTED.sub(lambda match: f" {'square' if match['power'] == 'sq' else 'cubic'} ", text)
     if text.isascii():
         return text
+    text = _EACH.sub(r"\g<speed>/\g<per>", _TOTAL.sub("", text))
     text = _IN_TEXT.sub(r" \g<words>", _PERCENT.sub(r"\1\\%", text))
     text = _UNIT.sub(_latin, _DEGREES.sub(r"^\\circ ", text))
     return _UNIT.sub(_latin, _SCALE.sub(lambda match: f" \\times {_FACTORS[match['factor']]} ", text))
@@ -124,9 +169,10 @@ def with_latin_units(text: str) -> str:
 
 def _latin(match: re.Match[str]) -> str:
     area = f"{_AREAS[match['area']]} " if match["area"] else ""
+    other_area = f"{_AREAS[match['second_area']]} " if match["second_area"] else ""
     first = f"\\text{{ {area}{_LATIN[match['unit']]}}}{match['power'].strip()}"
     return (
-        f"{first}/\\text{{{_LATIN.get(match['second'], 'h')}}}{match['other_power'].strip()}"
+        f"{first}/\\text{{{other_area}{_LATIN.get(match['second'], 'h')}}}{match['other_power'].strip()}"
         if match["second"]
         else first
     )

@@ -9,7 +9,7 @@ from mugrpo_megatron.rewards.math.upright import has_value
 _EXPONENT = r"\s*\^\s*(?:\{\s*[+-]?[0-9]\s*\}|[0-9])"
 _MACRO = r"\\(?:text|textbf|textrm|textit|textsf|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)"
 _SYMBOL = (
-    r"(?:[mck]m|mi|ft|in|yd|[mk]g|lb|oz|ml|hr|mph|kph)\b|(?:(?<= )|(?<=[a-z]/))[mgslh]\b"
+    r"(?:[mck]m|cc|mi|ft|in|yd|[mk]g|lb|oz|ml|hr|mph|kph)\b|(?:(?<= )|(?<=[a-z]/))[mgslh]\b"
     r"|(?<=\\circ )[CF]\b|(?<=\\circ\})[CF]\b"
 )
 _LAST = re.compile(
@@ -47,7 +47,7 @@ _MAGNITUDES = {
 }  # fmt: skip
 _MONEY = re.compile(
     r"(?P<dollar>\\\$|\A\s*\$(?!.*\$)|\\textdollar|\bUSD\b)|(?P<euro>€|\\euro|\bEUR\b)"
-    r"|(?P<yen>¥)|(?P<rupee>₹|\b(?:Rs|INR)\b)"
+    r"|(?P<yen_or_yuan>¥)|(?P<rupee>₹|\b(?:Rs|INR)\b)"
 )
 _DEGREE_SIGN = re.compile(r"\^\s*\{?\s*\\circ\s*\}?\s*\Z")
 _SCALES = frozenset(("celsius", "fahrenheit"))
@@ -64,7 +64,7 @@ _NAMES = {
     "hz": "hertz", "khz": "kilohertz", "pa": "pascal", "kpa": "kilopascal", "cal": "calorie", "kcal": "kilocalorie",
     "yen": "", "rupee": "rs inr", "yuan": "cny", "won": "", "ruble": "", "mph": "", "kph": "", "unit": "",
     "nm": "nanometer nanometre", "angstrom": "", "jin": "", "micrometer": "micrometre", "microliter": "microlitre",
-    "tonne": "",
+    "tonne": "", "cc": "",
     "kelvin": "k", "ohm": "", "kiloohm": "kilohm", "megaohm": "megohm", "gigaohm": "", "milliohm": "", "nanoohm": "",
     "microsecond": "", "microgram": "", "microampere": "", "microfarad": "", "microcoulomb": "", "microvolt": "",
     "microwatt": "", "microtesla": "", "microhenry": "", "microjoule": "", "micronewton": "", "micromole": "",
@@ -90,7 +90,12 @@ _ALONE = (
 _LETTERS_ALONE = {"C": "coulomb", "F": "farad"}
 _SYMBOL_ALONE = re.compile(rf"(?<=[0-9)}}])\s*(?P<symbol>{'|'.join(sorted(_ALONE.split(), key=len, reverse=True))})\Z")
 """Matches a unit's symbol after a number and without a macro around it; it could also be variables."""
+_UNITS_ALONE = re.compile(
+    r"(?<=[0-9)}])\s*(?P<units>(?:\\cdot(?![A-Za-z])|\\ell(?![A-Za-z])|[A-Za-z]{1,4}|[\s/.]|\^\s*\{?\s*-?[0-9]\s*\}?)+)\Z"
+)
+"""Matches several symbols without a macro, such as `N\\cdot m` and `mol L^{-1}`."""
 _DERIVED = {
+    "cc": (("cm", 3),),
     "newton": (("kg", 1), ("m", 1), ("s", -2)),
     "joule": (("kg", 1), ("m", 2), ("s", -2)),
     "watt": (("kg", 1), ("m", 2), ("s", -3)),
@@ -145,12 +150,17 @@ def with_unit(text: str, other: str, unit: Unit | None = None) -> str:
 
     Otherwise a letter after a number is a variable. `other` may be `7\mathrm{m}` or `7 metres`.
     """
-    found, wanted = _SYMBOL_ALONE.search(text), unit or split_unit(other)[1]
-    if found is None or wanted is None:
+    wanted = unit or split_unit(other)[1]
+    if wanted is None:
         return text
-    symbol = found["symbol"]
-    spelled = [f"{text[: found.start()]}\\text{{ {name}}}" for name in (symbol, _LETTERS_ALONE.get(symbol, symbol))]
-    return next((one for one in spelled if split_unit(one)[1] == wanted), text)
+    spelled: list[tuple[int, str]] = []
+    if found := _SYMBOL_ALONE.search(text):
+        symbol = found["symbol"]
+        spelled = [(found.start(), name) for name in (symbol, _LETTERS_ALONE.get(symbol, symbol))]
+    elif found := _UNITS_ALONE.search(text):
+        spelled = [(found.start(), " ".join(re.sub(r"\\cdot|\.", " ", found["units"].replace("\\ell", "L")).split()))]
+    texts = (f"{text[:start]}\\text{{ {name}}}" for start, name in spelled)
+    return next((one for one in texts if split_unit(one)[1] == wanted), text)
 
 
 def money(text: str) -> Unit | None:
@@ -166,11 +176,14 @@ def units_differ(left: Unit | None, right: Unit | None) -> bool:
     """Whether both units are known and differ. A bare "unit" equals any unit of the same power, a degree any
     temperature scale.
 
-    The letter C alone is read as Celsius and F as Fahrenheit, so these do not differ from coulomb and farad.
+    The letter C alone is read as Celsius and F as Fahrenheit, so these do not differ from coulomb and farad; the sign
+    ¥ stands for yen and for yuan.
     """
     if left is None or right is None or left == right:
         return False
     names = {left[0][0], right[0][0]}
+    if names in ({"yen_or_yuan", "yen"}, {"yen_or_yuan", "yuan"}):
+        return False
     if "degree" in names and not _SCALES.isdisjoint(names):
         return False
     if any({left, right} == {((scale, 1),), _unit(other)} for scale, other in _SAME_LETTER.items()):
@@ -193,7 +206,7 @@ def _magnitude(word: str) -> str:
 def _unit(words: str) -> Unit | None:
     powers: dict[str, int] = {}
     last, pending, sign = "", 1, 1
-    for token in _TOKEN.finditer(words):
+    for token in _TOKEN.finditer(words.replace("\\cdot", " ")):
         word = _CASED.get(token[0], token[0].lower())
         if (
             token["power"] is not None and last == "millisecond" and int(token["power"]) < 0

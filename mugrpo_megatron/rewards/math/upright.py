@@ -9,7 +9,7 @@ m km dm cm mm nm pm g kg mg s ms ns ps min h hr hrs sec wk wks mo yr yrs N kN mN
 V kV mV A mA K mK C mC nC F pF nF H mH T mT Pa kPa MPa GPa hPa bar atm Hz kHz MHz GHz mol cd lm lx Wb S mS kS Bq Gy
 Sv mSv kat rad sr deg L l dL dl cL cl mL ml kL hL ha eV keV MeV GeV kWh Wh Ah cal dB B kB KB MB GB TB bit px rpm
 in ft yd mi nmi ly pc AU oz lb lbs gal qt pt mph kph fps pct pts USD EUR GBP INR JPY CNY Rs Re cts ct sq cu
-torr psi amu Da M mM Ci
+torr psi amu Da M mM Ci cc kgs gms mgs kms cms mms yds ozs mls
 """
 _UNITS = frozenset(_UNIT_NAMES.split())
 """Symbols of units; the SI's from BIPM, The International System of Units, tables 2 to 8.
