@@ -30,7 +30,7 @@ def driver_finds_gpu() -> bool:
 
 
 def driver_answers(path: str | None = None) -> bool:
-    """Whether nvidia-smi finds a GPU; `path`, if given, is searched for it instead of `PATH`."""
+    """Whether nvidia-smi finds a GPU; if `path` is given, the program is looked up in it instead of in `PATH`."""
     return "GPU " in program_output("nvidia-smi", "-L", path=path)
 
 

@@ -65,4 +65,5 @@ def refused_by_system(error: OSError) -> str | None:
 
 
 class EngineStopped(EngineFailure):
-    """Raised when the run is asked to stop while it waits for an engine: it ends the engine, which has not failed."""
+    """Raised when the run is asked to stop while it waits for an engine. The run has ended the engine, which did not
+    fail."""

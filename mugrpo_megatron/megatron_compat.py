@@ -2,8 +2,8 @@
 
 Importing this module installs the stand-ins (`cpu.megatron`). The learner's package imports it first, so its modules
 may import Megatron directly; every other package takes the names below from here. ruff (TID251) and
-`tests/test_megatron_compat.py` check that. This module also bridges the differences of the two versions; each says with
-which version it can go (`tests/test_stack_versions.py`).
+`tests/test_megatron_compat.py` check that. This module also bridges the differences of the two versions; a comment at
+each bridge says with which version it can go (`tests/test_stack_versions.py`).
 """
 
 import logging

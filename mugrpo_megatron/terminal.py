@@ -41,7 +41,7 @@ class Ending:
     """Holds the exit code of a command, which is set when the command returns."""
 
     code: int = 1
-    """The exit code; 1 until then, for an exception that nothing has caught."""
+    """The exit code; 1 until it is set, for an exception that nothing catches."""
 
 
 @contextmanager
@@ -69,7 +69,8 @@ def ending_at_once() -> Iterator[Ending]:
 
 
 def drop_output(stream: TextIO) -> None:
-    """Send what a stream still holds to the null device. Otherwise Python would fail when it flushes it at its end."""
+    """Send what a stream still holds to the null device. Otherwise Python's flush at the end of the process would
+    fail."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())

@@ -15,13 +15,15 @@ from mugrpo_megatron.samples import Sample, trained_lengths
 
 ARGUMENTS = ("rewards", "groups", "lengths", "rows", "components")
 """Arguments that a user's advantage function may name: `rewards` float64 [n], `groups` int64 [n], `lengths` in tokens
-int64 [n], the `rows` of the data set and the `components` of the rewards."""
+int64 [n], and for each response its problem's row in the data set (`rows`) and its reward's parts by name
+(`components`)."""
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation: a nearly constant group would otherwise get huge advantages."""
 LARGEST = float(np.finfo(np.float32).max)
 """The largest float32. Rewards and advantages beyond it, in either sign, are clipped to it."""
 ROUNDING = 4 * float(np.finfo(np.float32).eps)
-"""Rewards count as equal up to this relative difference: rounding, in another order or in float32, causes as much."""
+"""Rewards count as equal up to this relative difference: adding their parts in another order, or in float32, changes
+them by as much."""
 
 
 def group_advantages(
@@ -36,8 +38,8 @@ def group_advantages(
     `group_std`: (R - m) / (s + 1e-6) (GRPO, arXiv 2402.03300, section 4.1.2);
     `group_mean`: R - m (Dr.GRPO, arXiv 2503.20783);
     `leave_one_out`: R - mean of the other G - 1 = (R - m) * G / (G - 1) (RLOO, arXiv 2402.14740).
-    A group whose rewards are all equal, including a group of one, gets exactly 0. A user's function may differ.
-    NaN is a missing reward: G, m and s count the other responses, and its advantage is 0.
+    With these three, a group whose rewards are all equal, including a group of one, gets exactly 0; a user's function
+    may return other values. NaN is a missing reward: G, m and s leave out that response, and its advantage is 0.
 
     Args:
         rewards: [N] numbers.
@@ -138,9 +140,9 @@ def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 def informative_updates(informative: np.ndarray, prompts_per_update: int) -> np.ndarray:
     """Choose the groups of each update among those whose rewards differ.
 
-    The stage keeps its number of updates: its informative groups, in order, fill them and start again from the first
-    when they run out. So every update is full without generating more; with a fraction z of uninformative groups, the
-    last fraction z of the stage repeats groups.
+    The stage keeps its number of updates. Its informative groups fill them in order, and are used again from the first
+    on when none is left. So every update is full although no more responses are generated; with a fraction z of
+    uninformative groups, the last fraction z of the stage repeats groups.
 
     Args:
         informative: bool [updates * prompts_per_update], for each group in the order of the stage.

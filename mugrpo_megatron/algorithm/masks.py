@@ -48,7 +48,7 @@ def _accepted(log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -
 def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSection) -> Tensor | None:
     """Factor of each token's loss for the mismatch of engine and learner; None if `config.mismatch` is `none`.
 
-    It is known before the update. With w = exp(learner - engine), both log-probabilities under the weights that
+    The factor is known before the update. With w = exp(learner - engine), both log-probabilities under the weights that
     sampled, the factor is min(max(w, low), high) with `truncate` (TIS), and w inside [low, high], else 0, with `drop`
     (IcePop).
 

@@ -124,7 +124,7 @@ def token_advantage(
 
 
 def _proximal_ratio(ratio: Tensor, inputs: LossInputs) -> Tensor:
-    """The importance ratio [T] of the proximal policy, per token or response as `objective.ratio` says."""
+    """The importance ratio [T] that the proximal policy has, at the level that `objective.ratio` names."""
     if inputs.proximal is None:
         # With proximal_every = 1 the proximal policy is the current one, so the clip range is centred at the current
         # ratio.

@@ -7,11 +7,12 @@ With d = log pi - log ref of a sampled token, Schulman's estimators of KL(pi | r
 
 As a term of the loss what counts is the mean of the gradient, not of the value (Tang & Munos, arXiv 2506.09477). For a
 token drawn from pi the mean gradient of k1 is 0, of k2 the gradient of KL(pi | ref), of k3 the gradient of
-KL(ref | pi). A `_weighted` penalty multiplies by the importance ratio, for tokens that beta sampled: the mean gradient
-of each is then the gradient of KL(pi | ref) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). For k2 no
-gradient flows through the ratio, because the mean gradient is right without it.
+KL(ref | pi). A `_weighted` penalty is multiplied by the importance ratio, because not pi but the behaviour policy beta
+has sampled the tokens: the mean gradient of each estimator is then the gradient of KL(pi | ref) at any staleness (k3:
+DeepSeek-V3.2, arXiv 2512.02556, eq. 7). For k2 no gradient flows through the ratio, because the mean gradient is right
+without it.
 
-Every KL here is that of one token given its prefix, and the prefixes are those that the behaviour policy beta sampled.
+Every KL here is that of one token given its prefix, and the prefixes are those that beta sampled.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def kl_estimate(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
 def kl_loss(logprobs: Tensor, ref: Tensor, log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
     """The KL penalty in each token's loss [T], with the token's weight in the update's loss.
 
-    The penalty stays on tokens that the veto or a mask drops. These remove gradients whose sign or size is wrong
-    because the policy has left the prefix, and there the penalty is needed most.
+    Tokens that the veto or a mask drops keep the penalty. They are dropped where the policy has become too different
+    from the one that sampled, and there a penalty for its distance is needed most.
 
     Args:
         log_ratio: [T], log of current over behaviour probability.
@@ -60,8 +61,8 @@ def rewards_less_kl(
 ) -> np.ndarray:
     """Rewards [N] minus `kl_coef` times the sum of log beta - log ref over each response (InstructGPT, 2203.02155).
 
-    The log-ratios belong to the policy that sampled, so they are known before the first update, and their sum is an
-    unbiased estimate of the KL between the distributions of whole responses.
+    beta is the policy that sampled, so the differences are known before the first update, and their sum is an unbiased
+    estimate of the KL between the distributions of whole responses.
     """
     # float64, because a response of 10^4 tokens sums 10^4 differences of nearly equal numbers.
     drift = [np.subtract(beta, fixed, dtype=np.float64).sum() for beta, fixed in zip(behaviour, ref, strict=True)]

@@ -1,4 +1,4 @@
-"""Statistics of a whole update: M2PO's, needed before any gradient, and the effective sample size, before the step."""
+"""Statistics of a whole update that are needed before any of its gradients: M2PO's bounds."""
 
 from __future__ import annotations
 

@@ -137,9 +137,9 @@ VESPO_POSITIVE, VESPO_NEGATIVE = (2.0, 3.0), (3.0, 2.0)
 def dppo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """-sg(clip(r, low, high)) A log pi inside a trust region of probabilities (DPPO, arXiv 2602.04879).
 
-    A token whose divergence exceeds the limit loses its gradient where that leads further away: p > m for A > 0, p < m
-    for A < 0, with p its probability now and m the behaviour policy's. The divergence is the binary total variation
-    |p - m|.
+    A token whose divergence exceeds the limit loses its gradient where a step would increase the divergence: if p > m
+    for A > 0, if p < m for A < 0, with p the token's probability now and m the behaviour policy's. The divergence is
+    the binary total variation |p - m|.
     """
     ratio, advantage = tokens.ratio.detach(), tokens.advantage
     now, before = tokens.logprobs.detach().clamp(max=0), tokens.behaviour.clamp(max=0)
@@ -197,7 +197,8 @@ def surrogate_of(config: ObjectiveSection) -> Surrogate:
 def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
     """Call the user's surrogate on T tokens, and check what it returns.
 
-    Raises FunctionFailure when it fails or does not return a differentiable loss [T] like log_ratio and a bool [T].
+    Raises FunctionFailure when the function fails, or does not return a `SurrogateLoss` with a differentiable `loss`
+    [T] in the type of `tokens.log_ratio`, and `clipped` bool [T].
     """
     name = f"objective.surrogate = {config.surrogate}"
     result = call_user_function(name, function, tokens, config)
@@ -215,8 +216,8 @@ def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSec
 
 
 def call_user_function(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
-    """Call a user's function with those of `tokens` and `config` that it names. Raises FunctionFailure when it fails,
-    UserError when it has other parameters."""
+    """Call a user's function with `tokens`, `config` or both, as its parameters name them. Raises FunctionFailure when
+    it fails, UserError when it has a parameter of another name."""
     try:
         taken = arguments_of(name, function, ("tokens", "config"))
         given = {"tokens": tokens, "config": config}

@@ -14,14 +14,15 @@ The tokens after κ follow a prefix that the policy would no longer produce. The
 With `objective.veto_reach = "turn"`, every turn of an episode is treated as a response: κ is the first trigger of the
 turn, and nothing beyond the turn leaves the loss. Positions count sampled tokens in either case.
 
-Two further values weigh tokens instead, without a threshold. In a response with negative advantage
+Two further values of `objective.veto` drop no token and need no threshold, but weigh tokens. In a response with
+negative advantage
 
     prefix               min(1, Π_{s < t} r_s)     PNPO (arXiv 2608.01418)
     prefix_min           min(1, min_{s < t} r_s)   MinPRO (arXiv 2601.22718)
 
-multiplies the loss of token t: a token behind a prefix that the policy has left counts little. No gradient flows
-through the weight. As with the veto, no token counts more than without it, and responses with positive advantage are
-not touched; with `prefix_signs = "both"` the weights apply to these too.
+multiplies the loss of token t: a token counts little if the policy has become unlikely to produce the tokens before it.
+No gradient flows through the weight. As with the veto, no token counts more than without it, and responses with
+positive advantage are not touched; with `prefix_signs = "both"` the weights apply to these too.
 
 Whether a token is a trigger depends on that token alone. So a pass in token order carries only κ, or the sum or
 minimum of log-ratios, from one chunk to the next. The log-ratios are those before the losses clamp them to ±20 nats.
@@ -58,7 +59,8 @@ class VetoState:
     first_trigger: Tensor
     """int64 [N]: κ of each response, the position of its first trigger so far, `NEVER` without one."""
     log_prefix: Tensor
-    """float64 [N]: the sum of each response's log-ratios so far; with `prefix_min` the smallest of them and 0."""
+    """float64 [N]: the sum of each response's log-ratios so far; with `prefix_min` the smallest of 0 and these
+    log-ratios."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,9 @@ def trigger_metrics(
 ) -> dict[str, Tensor]:
     """The metrics of `TRIGGER_METRICS`, each float64 [], of the T tokens of N whole responses.
 
-    Without responses of negative advantage, their fractions are left out; without tokens, all metrics are. One pass
-    over the tokens finds those below the largest threshold; the rest is arithmetic on these few.
+    If no response has a negative advantage, the two metrics that are fractions of such responses or of their tokens are
+    left out; without tokens, all metrics are. One pass over the tokens finds those below the largest threshold; the
+    rest is arithmetic on these few.
 
     Args:
         log_ratio: [T], log of current over behaviour probability, not clamped.

@@ -93,8 +93,8 @@ def results_of(model: Path) -> Path:
 
 
 FEWEST_ROWS = 16
-"""The share of failed rows is taken of at least this many rows, so that one failure in a small file is within it;
-`reward.max_failure_share` is read in the same way during training."""
+"""A file with fewer rows than this is judged as if it had this many: with `reward.max_failure_share = 0.1` it may then
+have one failed row. Training judges its first responses in the same way (`rewards.calls`)."""
 
 
 def score_arguments(parser: Parser) -> None:

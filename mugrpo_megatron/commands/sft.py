@@ -48,8 +48,8 @@ MIN_LR_FRACTION = 0.1
 WARMUP_UPDATES = 30
 BETA2 = 0.98
 HEAD_DIM = 16
-"""Head dimension of a new model, which has no grouped-query attention: with it, the bundled task needs several times
-as many updates."""
+"""Head dimension of a new model. The model has no grouped-query attention, with which the bundled task needs several
+times as many updates."""
 MAX_UPDATES = 4000
 """Updates over which a new model's learning rate decays, even if it stops earlier."""
 CHECK_EVERY = 25

@@ -190,8 +190,8 @@ MAMBA = (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_
 def install(dtype: str) -> None:
     """Put the functions where SGLang looks for them; call it before SGLang imports the model's module.
 
-    Two more are replaced, for which SGLang takes Triton where there is no AMX: the gated norm, and the sum with the
-    shared expert.
+    Two functions of SGLang itself are replaced too, which run in Triton where there is no AMX: the gated norm, and the
+    sum with the shared expert.
     """
     # Without this variable SGLang rounds the convolution's window to bfloat16 (srt/configs/mamba_utils.py).
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = dtype

@@ -89,7 +89,7 @@ class Engine:
         return engine
 
     def rendezvous(self, peers: PeerFailure) -> None:
-        """Restart the leader's process of an engine over several nodes; it meets the others at `peers.address`.
+        """Restart this leader's process of an engine over several nodes; the nodes' processes meet at `peers.address`.
 
         The other nodes call `FollowerNode.rendezvous`.
         """
@@ -161,7 +161,8 @@ class Engine:
     def sleep(self) -> None:
         """Free the engine's memory until `wake`. Calling it twice does no harm.
 
-        As `engine.between_stages` says, SGLang releases the memory or the process ends.
+        With `engine.between_stages = "restart"` the process ends. With `"sleep"` SGLang releases the memory on CUDA,
+        and nothing happens on CPU.
         """
         if self._section.between_stages == "restart":
             self.stop()
@@ -174,7 +175,7 @@ class Engine:
     def wake(self, tag: MemoryTag) -> None:
         """Allocate the memory of `tag` again. An engine that was stopped or has failed is restarted, with all memory.
 
-        The order is: wake `weights`, sync, wake `kv_cache`. A bucket may not fit beside both.
+        The order is: wake `weights`, sync, wake `kv_cache`. A bucket may not fit beside weights and cache.
         """
         if self._host is None:
             self.restart()

@@ -41,7 +41,7 @@ class Replicas:
         return int(self._engines[0].server_args.tp_size)
 
     def freeze_gc(self) -> None:
-        """Tell Python's garbage collection, here and in the engines' processes, to skip all objects of this moment."""
+        """Tell Python's garbage collection, here and in the engines' processes, to skip all objects that exist now."""
         for engine in self._engines:
             engine.freeze_gc()
 

@@ -72,7 +72,8 @@ def redirect_output(log: Path) -> None:
 
 
 def watch_follower_node(connection: Channel) -> None:
-    """On a follower node, wait until a local SGLang process or the client ends; RuntimeError for an SGLang process."""
+    """On a follower node, wait until a local SGLang process or the client ends; RuntimeError if an SGLang process
+    ended."""
     # On a follower node SGLang's constructor returns before it starts its watchdog (entrypoints/engine.py).
     schedulers = multiprocessing.active_children()
     connection.reply("ready")

@@ -186,7 +186,8 @@ def replicas(engine: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlo
 
 
 def starts_before(log: Path) -> int:
-    """The number of earlier starts to assume for an engine with this log, which moves its seed; 0 for a first start."""
+    """A random number of earlier starts, which changes the engine's seed, if the engine's `log` exists already; else
+    0."""
     # The number is random, because nothing counts the starts of earlier processes, and a resumed stage must not repeat
     # the random stream of the responses that it already holds.
     return 1 + secrets.randbelow(EARLIER_STARTS) if log.exists() else 0

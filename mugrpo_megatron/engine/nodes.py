@@ -153,7 +153,8 @@ class FollowerNode:
         self._thread.start()
 
     def sleep(self) -> None:
-        """Do what `sleep` on the leader needs here: end the process if the leader's ends or has failed."""
+        """Do this node's part of the engine's `sleep`: end the process if `engine.between_stages` is `restart`, or if
+        the process of another node has failed."""
         if self._section.between_stages == "restart" or self._peers.cause(now=True):
             self.stop()
 

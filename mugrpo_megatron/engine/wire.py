@@ -216,7 +216,7 @@ def decode_routes(output: dict[str, Any], routers: RouterShape) -> np.ndarray:
 
     SGLang returns base64 of int32 (state_capturer/routed_experts.py), without the last token, which the engine has not
     run. An expert's number is its number in the model's layer, wherever it is placed. Raises ValueError when the reply
-    has too few or too many of them, or a number that no expert has.
+    has too few or too many numbers, or one that no expert has.
     """
     meta = output["meta_info"]
     tokens = meta["prompt_tokens"] + len(output["output_ids"]) - 1
@@ -243,14 +243,15 @@ def top_p_support(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Find the tokens that could be sampled under top-k and top-p, as SGLang's rule has it (layers/sampler.py).
 
-    Top-p keeps a token when those before it have at most `top_p` of the whole vocabulary's probability.
+    Top-p keeps a token when the more likely tokens together have at most `top_p` of the whole vocabulary's probability.
+    The sampled token is always kept.
 
     Args:
         ids, logprobs: [R, k], the k = top-k most likely tokens at each position, most likely first.
         sampled, sampled_logprobs: [R], the tokens that were sampled.
 
     Returns:
-        Support ids int32 [R, k], PADDING where fewer; log-probabilities of the sampled tokens among them, float32 [R].
+        Support ids int32 [R, k], padded with PADDING; log-probabilities of the sampled tokens among them, float32 [R].
     """
     ids, logs = ids.astype(np.int32), logprobs.astype(np.float64)
     # Rounding or a tie can put the sampled token outside of the top logprobs: it takes the last place.

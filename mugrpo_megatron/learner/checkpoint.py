@@ -106,7 +106,8 @@ def _tensor(sharded: ShardedTensor, reader: Reader) -> torch.Tensor:
 class DiskWriter(torch_checkpoint.FileSystemWriter):
     """A writer that turns the error of a full disk into a UserError on the rank that has it.
 
-    It does so there because torch reports only the last error to the other ranks.
+    It does so there because torch sends the other ranks only the last exception of a chain, without those that caused
+    it, and the full disk may be one of these.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

@@ -60,7 +60,8 @@ class Heartbeat:
         patience_s: float,
         on_loss: Callable[[str], None] | None = None,
     ) -> None:
-        """Start the thread, on every rank of the world. `node` names this rank's machine in messages.
+        """Start the heartbeat's thread; every rank of the world does this. `node` names this rank's machine in
+        messages. `patience_s` is the longest wait for the store, and for a silent rank in a barrier.
 
         If a rank is lost, `on_loss` is called once, in a thread of its own, with the text of `loss`.
         """

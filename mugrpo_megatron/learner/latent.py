@@ -126,6 +126,6 @@ def latent_spec(sizes: Latent, backend: BackendSpecProvider) -> ModuleSpec:
 def _rotate_pairs(x: torch.Tensor, packing: Packing) -> torch.Tensor:
     """Rotate x [t, 1, heads, d], in which dimensions 2 i and 2 i + 1 form a pair.
 
-    In the result the dimensions i and i + d / 2 form it.
+    In the result the dimensions i and i + d / 2 form that pair.
     """
     return rotate_packed(x.squeeze(1).unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), packing).unsqueeze(1)

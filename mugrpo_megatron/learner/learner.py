@@ -76,7 +76,7 @@ class Learner:
 
     @property
     def routed(self) -> tuple[int, int]:
-        """The number of experts in a layer, and the number of them that each token is sent to."""
+        """In a mixture of experts: the number of experts of a layer, and the number that each token is sent to."""
         return self.architecture.experts, self.architecture.transformer["moe_router_topk"]
 
     @property
@@ -244,11 +244,11 @@ def _storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def swapped_weights(learner: Learner, directory: Path) -> Iterator[None]:
     """Give the learner a checkpoint's weights inside the block; afterwards its own are restored bitwise.
 
-    Meanwhile its own weights are in host memory: no second model is on the device, and no rank communicates. Moments,
-    gradients and master weights are not touched. In float32 the master weights are the parameters, so no step and no
-    save may happen inside the block. Adapters are turned off; if `directory` is the model that they were added to,
-    nothing is loaded, and they get their state of the run's start. Raises UserError, with the weights restored, for a
-    checkpoint that does not fit.
+    Meanwhile copies of its own weights are in host memory: no second model is on the device, and no rank communicates.
+    Moments, gradients and master weights are not touched. In float32 the master weights are the parameters, so no step
+    and no save may happen inside the block. If adapters train and `directory` is the model that they were added to,
+    nothing is loaded, and the adapters get their state of the run's start; for another checkpoint they are turned off.
+    Raises UserError, with the weights restored, for a checkpoint that does not fit.
     """
     chunks, adapters = learner.models, learner.adapters
     same = adapters is not None and directory == learner.recipe.model.directory

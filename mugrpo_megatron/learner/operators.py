@@ -73,7 +73,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
-        """With n = x s and g = dy w:  dw = sum dy n,  dx = s (g - n mean(g n))."""
+        """With s = 1 / rms(x), n = x s and g = dy (w + centre): dw = sum dy n, dx = s (g - n mean(g n))."""
         x, weight, scale = ctx.saved_tensors
         dy, width = grads[0].float(), x.shape[-1]
         normed = x.float() * scale
@@ -181,7 +181,8 @@ def yarn(
 ) -> torch.Tensor:
     """The frequencies of YaRN: divided by `factor` if they turn fewer than `beta_slow` times over the original context.
 
-    Those with more than `beta_fast` turns are kept, and a ramp leads from one to the other.
+    Those with more than `beta_fast` turns are kept. Between the two limits the divided and the kept frequency are
+    mixed, with weights that change linearly with the dimension.
     """
 
     def pair_at(rotations: float) -> float:

@@ -79,7 +79,7 @@ def loss_scale(optimizer: MegatronOptimizer) -> float:
 
 
 def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
-    """The loss scaler's state as JSON values; empty without one."""
+    """The loss scaler's state as JSON values; empty without a loss scaler, which only float16 has."""
     scaler = shards(optimizer)[0].grad_scaler
     return {} if scaler is None else {name: float(value) for name, value in scaler.state_dict().items()}
 
@@ -273,7 +273,8 @@ def _main_parameters(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter
 
 
 def _sharded_like(sharded: Any, name: str, data: torch.Tensor) -> Any:
-    """A sharded tensor with the values `data`, the layout of the parameter `sharded` and its state's key, by `name`."""
+    """The sharded tensor of the optimizer state `name`: it has the values `data`, and the layout of `sharded`, the
+    sharded tensor of the state's parameter."""
     changes: dict[str, Any] = {"key": f"optimizer.{name}.{sharded.key}", "data": data}
     if isinstance(sharded, ShardedTensor):
         changes["dtype"] = data.dtype

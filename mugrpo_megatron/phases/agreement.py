@@ -41,8 +41,8 @@ class Expected:
 def expected_logprobs(run: Run, learner: Learner, engines: Engines) -> Expected | None:
     """Compute the learner's log-probabilities of a few texts, while the learner has the devices. Collective.
 
-    Returns None if all engines have been compared with the learner since they started, or if no prompts are there to
-    make texts of. The learner's pass comes before the engines wake, so that the devices change hands once.
+    Returns None if all engines have been found to agree with the learner since they started, or if no prompts are there
+    to make texts of. The learner's pass comes before the engines wake, so that the devices change hands once.
     """
     if engines.agreed:
         return None
@@ -76,8 +76,9 @@ def texts_of(prompts: Sequence[Sequence[int]], count: int, length: int) -> list[
 def check_agreement(run: Run, engines: Engines, expected: Expected | None) -> dict[str, float]:
     """Compare every engine's log-probabilities with the learner's; returns the metric `texts_mismatch`. Collective.
 
-    Raises TrainingFailure on every rank when they are further apart than rounding explains. An engine that fails here
-    is compared once it has been restarted.
+    Returns {} if `expected` is None or no engine answered. Raises TrainingFailure on every rank when the
+    log-probabilities of engine and learner are further apart than rounding explains. An engine that fails here is
+    compared once it has been restarted.
     """
     if expected is None:
         return {}

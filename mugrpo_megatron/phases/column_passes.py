@@ -110,10 +110,11 @@ def compute_behaviour(run: Run, learner: Learner, stage: StageBatches, cursor: C
 def compute_ref(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """With `objective.kl_ref`, compute the reference policy's log-probabilities of the stage's responses.
 
-    This takes one forward pass over the stage before the first update. The reference policy's weights are in the
-    learner only during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError when
-    the file belongs to another stage or to other weights than the reference policy's directory has now, and when it is
-    gone although it cannot be computed again.
+    Does nothing if the reference policy is the behaviour policy, whose log-probabilities are computed or stored anyway.
+    Otherwise this takes one forward pass over the stage before the first update. The reference policy's weights are in
+    the learner only during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError
+    when the file belongs to another stage or to other weights than the reference policy's directory has now, and when
+    it is gone although it cannot be computed again.
     """
     column, weights = stage.columns.ref, stage.columns.ref_weights
     if column is None:
@@ -138,7 +139,11 @@ def compute_ref(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor)
 
 
 def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
-    """Raise UserError when the reference policy's directory has changed since the run began or since a stage ago."""
+    """Raise UserError when the weights of the reference policy have changed.
+
+    The last stage must have used the same weights. With `objective.kl_ref = "start"` they must also be those that the
+    run began with.
+    """
     if run.recipe.objective.kl_ref == "start":
         check_initial_weights(run.record, run.recipe.model, f"the reference policy of {run.directory.path}")
     before = LogprobColumn(run.directory.ref(stage - 1), {}) if stage > 0 else None
@@ -152,8 +157,9 @@ def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
 def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """Make the current policy the proximal one, the centre of the clip, every `objective.proximal_every` updates.
 
-    Its log-probabilities of all samples until the next refresh are written before the first of these updates. A run
-    that resumes at this cursor computes them again.
+    Does nothing with `proximal_every = 1`, where the proximal policy is always the current one. The proximal policy's
+    log-probabilities of all samples until the next refresh are written before the first update on these. A run that
+    resumes at this cursor computes them again.
     """
     every = run.recipe.objective.proximal_every
     if stage.columns.proximal is None:
@@ -193,7 +199,7 @@ NEGATIVE = 0.75
 
 class ProbedSample(NamedTuple):
     update: int
-    """The stage's update that trains on it, from 0."""
+    """The stage's update that trains on this response, counted from 0."""
     sample: Sample
     advantage: float
 

@@ -46,8 +46,9 @@ ByPlace = dict[int, Answers]
 def evaluation_due(run: Run, cursor: Cursor) -> bool:
     """Whether an evaluation has to take place at the cursor. Collective.
 
-    The recipe asks for one before every `eval.every_stages`-th stage and after every `eval.every_updates`-th update of
-    a stage. The same weights are not evaluated twice, and a run without engines evaluates nothing.
+    The recipe asks for one before every `eval.every_stages`-th stage from the first on (with 0 before the first alone),
+    and after every `eval.every_updates`-th update of a stage (with 0 after none). The same weights are not evaluated
+    twice, and a run without engines evaluates nothing.
     """
     section = run.recipe.eval
     before_stage = cursor.stage % section.every_stages == 0 if section.every_stages else cursor.stage == 0

@@ -92,7 +92,10 @@ class ScoredGroups:
             self._stage.append(self._to_samples(group))
 
     def take_rest(self, stopping: Callable[[], bool]) -> None:
-        """Append the groups whose scores were still pending. Once `stopping()` is true, the others are dropped."""
+        """Wait for the scores that are still pending, and append their groups.
+
+        Once `stopping()` is true, groups that are not scored yet are dropped.
+        """
         for group in self._scorer.rest(stopping):
             self._stage.append(self._to_samples(group))
 

@@ -124,7 +124,8 @@ class TrainingStage:
         probe(run, learner, store, cursor, age=cursor.age + 1)
 
     def next_cursor(self, cursor: Cursor, batch: Batch, metrics: dict[str, float]) -> Cursor:
-        """The cursor after the update; with `schedule.max_kl`, a stage that the policy has moved too far from ends."""
+        """The cursor after the update. With `schedule.max_kl`, the next stage begins early once the policy has moved so
+        far from the one that sampled this stage."""
         run, schedule = self._run, self._run.recipe.schedule
         nats = nats_moved(cursor, _kl_response(batch, metrics))
         # Ranks must agree: each has summed the metrics itself, and sums on a GPU may differ in their last bits.

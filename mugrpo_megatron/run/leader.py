@@ -97,7 +97,7 @@ def make_leader(recipe: Recipe, slot: EngineSlot, engine: Engine, verifier: Veri
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What this rank runs of the engines. An engine in it may still be loading."""
+    """The engine, or process of an engine, that this rank has launched, if any; it may still be loading."""
 
     slot: EngineSlot
     logs: Path

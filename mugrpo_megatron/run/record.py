@@ -46,7 +46,8 @@ class Branch:
     """The stage of another run at whose start a branch begins."""
 
     run: str
-    """Directory of the other run, noted for people; nothing reads it."""
+    """Directory of the other run, resolved; the command that made the branch must name the same one when it is
+    repeated."""
     stage: int
     id: str
     """Id of the run that generated the stage's responses and saved the weights at its start."""

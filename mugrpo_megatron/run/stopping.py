@@ -39,7 +39,7 @@ class Stopped(Exception):
     def __init__(self, kept: str, code: int = 0) -> None:
         super().__init__(kept)
         self.code = code
-        """Exit code of the command: 130 after Ctrl-C, so that a script ends too, else 0."""
+        """Exit code of the command: 130 after Ctrl-C, so that a script that runs the command ends too, else 0."""
 
 
 class AllStopped(Stopped):

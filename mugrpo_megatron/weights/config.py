@@ -228,7 +228,8 @@ class Fields:
         return tuple(sorted({*self.unread, *self._left} - known))
 
     def refuse_engines_own(self, left: Mapping[str, Any], engine: Mapping[str, list[Any]]) -> None:
-        """Refuse the fields in `left` that SGLang builds another model for, and the learner does not."""
+        """Refuse the fields in `left` because of which SGLang would compute another model than the learner, which
+        ignores them."""
         context = self._config.get("max_position_embeddings") or 0
         refused = {
             name: value

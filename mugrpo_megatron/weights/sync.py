@@ -147,8 +147,8 @@ def share_memory_by_name() -> None:
 def _sharing_folder() -> Path:
     """Start this process's manager of shared memory, with its socket in a folder whose path is short enough for one.
 
-    The manager removes shared memory once this process is dead. If both are killed together, as by a job scheduler,
-    a later start removes it: the folder has the names.
+    The manager removes shared memory once this process is dead. If both are killed together, as by a job scheduler, a
+    later start of a process removes the shared memory, by the names that the folder has.
     """
     fits = len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH
     parent = None if fits else next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
@@ -230,7 +230,7 @@ def _buffer(weight_sync: WeightSync, bucket: Bucket, number: int) -> torch.Tenso
 
 
 def _load(engine: WeightReceiver | None, serialized: list[bytes], flat: torch.Tensor) -> torch.Tensor:
-    """Load a bucket into the engine, and return `flat`, so that the future keeps its memory until it is loaded."""
+    """Load a bucket into the engine, and return `flat`, so that the future keeps the bucket's memory until then."""
     if engine is not None:
         engine.load_bucket(serialized)
     return flat
