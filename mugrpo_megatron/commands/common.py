@@ -49,7 +49,7 @@ def override_arguments(parser: Parser, values: str = "VALUE", help: str = "overr
 def with_recipe(
     options: Options, run: Callable[[Recipe], object], output: Callable[[Recipe], Path] = lambda recipe: recipe.run.dir
 ) -> int:
-    """Load the recipe and call `run` with it; with `--dry-run` print and check the recipe instead.
+    """Load the recipe and call `run` with it; with `--dry-run` print and check the recipe instead. Returns exit code 0.
 
     `output` gives the directory that the command will write to, for the line that it prints first.
     """

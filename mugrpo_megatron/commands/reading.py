@@ -67,8 +67,8 @@ def evaluate(options: Options) -> int:
 
 
 def weights_of(model: Path) -> Path:
-    """Returns the checkpoint of a model: `hf/` if it is a run's or an SFT's directory. UserError if a run has no hf/
-    yet."""
+    """Returns the directory with the weights: `hf/` in `model` if that is the directory of a run or of `mugrpo sft`,
+    else `model` itself. UserError if a run has no hf/ yet."""
     trained = model / "hf"
     if (model / CONFIG).exists():
         return model

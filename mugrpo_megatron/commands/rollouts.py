@@ -96,7 +96,8 @@ def browse(
     With `policy`, a Hugging Face checkpoint, the veto is applied as it would be under these weights; with
     `conditions.vetoed` the default is the run's `hf/`. `overrides` change keys of the run's recipe, so that another
     veto can be tried: `objective.trigger_ratio=0.1`. Without a tokenizer, prompts are left out and responses are the
-    stored texts. Raises UserError when the run or the stage does not exist.
+    stored texts. Raises UserError when the run does not exist, and for a stage, update or group that it does not have
+    or has not sealed.
     """
     directory, recipe = _opened(run_dir, overrides)
     policy = policy or (directory.hf if conditions.vetoed else None)
@@ -140,8 +141,8 @@ def browse_problems(
 ) -> None:
     """Print pass rate, tokens and cut responses of each problem of a sealed stage; those solved least come first.
 
-    Prints a table of `limit` problems, or all as JSON lines that `data.train` reads: the problem's row and `pass_rate`.
-    Raises UserError when the run or the stage does not exist.
+    Prints a table of `limit` problems, or JSON lines that `data.train` reads, for all problems whose rows are known:
+    the row and `pass_rate`. Raises UserError when the run does not exist, or has not sealed the stage.
     """
     directory, recipe = _opened(run_dir, overrides)
     number, store, note = _stage(directory, stage)
@@ -244,8 +245,8 @@ def _tokenizer_hint(run_dir: Path, directory: Path) -> str:
 
 
 def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore, str]:
-    """Returns the number and store of the given stage, by default the newest sealed one, and a note if a newer one
-    exists."""
+    """Returns the number and store of the given stage, by default of the newest sealed one, and a note if a newer stage
+    is not sealed, else "". UserError if the stage is not sealed or does not exist."""
     folders = directory.stages()
     for number in sorted(folders, reverse=True) if stage is None else [stage] if stage in folders else []:
         # Stages before the one that is shown are not checked: damage to them should not prevent that this one is shown.

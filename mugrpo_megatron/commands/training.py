@@ -146,7 +146,7 @@ def generate_alone(
     """Generate, score and seal the run's current stage; then auxiliary models score it. Every rank runs this.
 
     `recipe` and `problems` are what `checks.preflight.check_run` returned; `problems` and `host` go to `open_run`.
-    Raises UserError when `stage` is given and is not the current one.
+    Raises UserError when `stage` is given and is not the current one, or when the run has taken all of its updates.
     """
     from mugrpo_megatron.run.opening import open_run
     from mugrpo_megatron.train import generate_stage
@@ -232,7 +232,8 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
 
     With `source`, another run's directory or a published stage, `run.dir` first becomes a branch of it at the start of
     `stage` (`branch_stage`): the same responses and weights, with the recipe's own objective and optimizer. Raises
-    UserError when `stage` is given and is not the current one, or when the stage is not sealed.
+    UserError when `stage` is given and is not the current one, when the stage is not sealed, or when the run has taken
+    all of its updates.
     """
     from mugrpo_megatron.phases.saves import export
     from mugrpo_megatron.run.branch import branch
@@ -255,7 +256,8 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
 
 
 def _current_stage(recipe: Recipe, stage: int | None) -> int:
-    """Returns the number of the run's current stage; UserError when `stage` is given and is another one."""
+    """Returns the number of the run's current stage; UserError when `stage` is given and is another one, or no stage is
+    left."""
     from mugrpo_megatron.run.checkpoints import check_stage_sealed, newest_cursor
     from mugrpo_megatron.run.directory import RunDirectory
 

@@ -99,7 +99,10 @@ class Engine:
         self.restart()
 
     def restart(self) -> None:
-        """End the engine's process if it runs, launch a new one, and return at once."""
+        """End the engine's process if it runs, launch a new one, and return at once.
+
+        Raises UserError for an engine over several nodes that no `rendezvous` has given an address.
+        """
         if self._section.nodes > 1 and not self._peers.address:
             raise UserError(
                 "engine.nodes: an engine over several nodes starts only in a run that has ranks on each of them; set "
@@ -132,7 +135,8 @@ class Engine:
         return self._section.tensor * self._replicas
 
     def stop(self) -> None:
-        """End the engine. If it has loaded its model, it is asked to end first, and killed after `STOP_SECONDS`."""
+        """End the engine. If it has loaded its model and `cancelled` returns False, it is asked to end first, and
+        killed after `STOP_SECONDS`."""
         patience_s = 0.0
         if self._episodes is not None:
             self._episodes.close()
@@ -144,7 +148,10 @@ class Engine:
         self._end(patience_s)
 
     def wait_ready(self) -> None:
-        """Wait until the engine has loaded its model; UserError when SGLang refuses `[engine.extra]`."""
+        """Wait until the engine has loaded its model.
+
+        Raises UserError when SGLang refuses arguments and `[engine.extra]` has some; else ArgumentsRefused.
+        """
         if self._ready:
             return
         try:

@@ -1,9 +1,10 @@
 """Placement of engines on ranks and devices: a pure function, the same on every rank.
 
 The ranks of a node are divided into blocks of `engine.tensor` consecutive ones. An engine runs on the devices of one
-block and the block's first rank leads it, whatever the learner's layout. With `engine.nodes` above 1 an engine takes
-all devices of that many consecutive nodes: the first rank of the first node leads it, and the first rank of each other
-node runs the engine's ranks of that node.
+block and the block's first rank leads it, whatever the learner's layout. On CPU a node has at most one engine for every
+`engine.tensor` cores, but one at least; further blocks have none. With `engine.nodes` above 1 an engine takes all
+devices of that many consecutive nodes: the first rank of the first node leads it, and the first rank of each other node
+runs the engine's ranks of that node.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class EngineSlot:
 
     leads_engine: bool
     number: int
-    """Number of the engine that this rank belongs to, counted over all nodes; rank 0 leads engine 0."""
+    """Number of the engine that this rank belongs to, counted over all nodes; rank 0 leads engine 0. A rank whose block
+    has no engine gets the number of its node's last one."""
     engines: int
     """Number of engines on all nodes together."""
     local: int

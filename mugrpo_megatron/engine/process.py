@@ -223,7 +223,8 @@ class HostProcess:
         return kind, value
 
     def wait(self, others: Sequence[Any], timeout_s: float, operation: str) -> bool:
-        """Wait until a message has arrived or one of `others` is readable, at most `timeout_s` and `SLICE_S`.
+        """Wait until a message has arrived or one of `others` is readable, at most `timeout_s` or `SLICE_S`, if that is
+        less.
 
         Returns whether a message has arrived.
         """
@@ -251,7 +252,7 @@ class HostProcess:
     def end(self, patience_s: float = 0.0) -> None:
         """Kill the process group if it has not exited by itself within `patience_s`, and remove its files.
 
-        Returns once the group is gone, since its memory is free only then.
+        Returns once the group is gone, since its memory is free only then, or after `DEATH_SECONDS`.
         """
         if self._ended:  # the process has been reaped, so the id of its process group may belong to others by now
             return

@@ -138,7 +138,7 @@ class Heartbeat:
         return self._missing(2 * self._interval, range(self._world))
 
     def loss(self) -> str:
-        """The message that a rank is lost, with every rank's last heartbeat; empty while no rank is lost.
+        """The message that a rank or the store is lost, with every rank's last heartbeat; empty while none is.
 
         A rank is lost after `LOST_BEATS` missed heartbeats, unless it had finished, or after `patience_s` if that is
         shorter.
@@ -148,7 +148,8 @@ class Heartbeat:
         return str(self._failure(cause)) if cause else ""
 
     def _missing(self, seconds: float, ranks: Container[int]) -> str:
-        """A sentence about the ranks, among `ranks`, that sent no heartbeat for over `seconds`; empty if all did."""
+        """A sentence about those of `ranks` that sent no heartbeat for over `seconds`, or about the store if it was out
+        of reach so long; empty if neither happened."""
         unread_s = time.monotonic() - self._read_at
         if unread_s > seconds:
             return f"the rendezvous on rank 0's node was out of reach for {unread_s:.0f} s: it ended or was cut off"

@@ -62,7 +62,7 @@ class Learner:
     steps_done: int = 0
     """Optimizer steps: `updates_done` minus the updates skipped for a non-finite gradient."""
     skipped_in_a_row: int = 0
-    """Number of updates that were skipped since the last step."""
+    """Number of updates that were skipped since the last step, without those skipped for an overflow in float16."""
     offloaded: dict[str, list[HostCopy]] = field(default_factory=dict)
     """State that is in host memory, by part (see `offload`)."""
 

@@ -39,7 +39,7 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
 
     Collective: after the block every rank has finished. When a rank was asked to stop, taking the next age raises an
     exception inside the block. Context managers inside it then discard the files that they write and restore the
-    weights that they swapped. After that the learner is saved, and Stopped is raised.
+    weights that they swapped. Then Stopped is raised, and the learner is saved while the run closes.
     """
 
     def each(bar: Bar) -> Iterator[int]:
@@ -238,7 +238,8 @@ def choose_responses(store: StageStore, objective: ObjectiveSection) -> list[Pro
 
 
 def _choice(advantages: np.ndarray, count: int) -> list[int]:
-    """Choose at most `count` responses: a share of NEGATIVE has negative advantage, if there are so many."""
+    """Choose at most `count` responses, a share of NEGATIVE with negative advantage; if one kind has too few, the other
+    takes their places."""
     negative, others = np.flatnonzero(advantages < 0), np.flatnonzero(advantages >= 0)
     wanted = min(len(negative), max(round(NEGATIVE * count), count - len(others)))
     return sorted([*_spaced(negative, wanted), *_spaced(others, min(len(others), count - wanted))])

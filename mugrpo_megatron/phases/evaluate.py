@@ -73,9 +73,9 @@ def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]
 def evaluate(run: Run, leader: Leader | None, cursor: Cursor) -> None:
     """Sample and score every held-out set with the engines' weights, and log the figures. Collective.
 
-    Training continues bitwise as without it. Problems of an engine that fails go to the others. Nothing is logged when
-    every engine has failed or the run is asked to stop; `is_evaluated` then returns False. Raises EngineFailure on
-    every rank after MOST_FAILURES failures of one engine in a row.
+    Training continues bitwise as without it. Problems of an engine that fails go to the others. No figures are logged
+    when every engine has failed or the run is asked to stop; `is_evaluated` then returns False. If so, EngineFailure is
+    raised on every rank once an engine has failed MOST_FAILURES times in a row.
     """
     names = run.world.broadcast([problem.source for problem in leader.problems.held_out.problems] if leader else [])
     shown = set(example_indices(names, SHOWN))

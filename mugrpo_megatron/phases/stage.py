@@ -28,7 +28,8 @@ from mugrpo_megatron.stages.schema import component_means, to_table
 from mugrpo_megatron.weights.families import model_flops
 
 MOST_SKIPPED = 10
-"""A run ends after so many updates in a row with a non-finite gradient: one may be chance, ten mean a broken policy."""
+"""A run ends after so many updates in a row with a non-finite gradient: one may be chance, ten mean a broken policy.
+Overflows in float16 do not count."""
 WANDB_SAMPLES = 16
 """The number of responses of each stage in the table that Weights & Biases gets."""
 
@@ -52,7 +53,7 @@ class TrainingStage:
         self._bar: Bar | None = None
 
     def compute_columns(self, cursor: Cursor) -> None:
-        """Compute the columns that the stage's updates need and that are missing.
+        """Compute the learner's and the reference policy's columns that the stage's updates need and that are missing.
 
         It runs before the first update, while the learner has the weights that sampled the stage. Raises UserError when
         a column is damaged or belongs to something else, or is missing and cannot be computed again.
@@ -61,7 +62,8 @@ class TrainingStage:
         compute_ref(self._run, self._learner, self._batches, cursor)
 
     def record_start(self, cursor: Cursor) -> None:
-        """Log a new stage: its statistics, the mismatch of engine and learner, some samples, and the first probe."""
+        """Log a stage whose first update is next: its statistics, the mismatch of engine and learner if they had the
+        same weights, some samples for Weights & Biases, and the first probe."""
         if cursor.age > 0:  # the run is resumed inside the stage, whose start it has logged before
             return
         run, store = self._run, self._batches.store

@@ -167,8 +167,9 @@ def open_saver(
 def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Callable[[str], None]) -> Cursor:
     """Load the newest intact checkpoint and return its cursor; without a checkpoint, the run's start. Collective.
 
-    Checkpoints that are damaged or incomplete are reported through `say` on rank 0 and renamed. Raises UserError when
-    all are damaged, and when the newest intact one belongs to another run or to another cursor than its name says.
+    Newer checkpoints, which are damaged or incomplete, are reported through `say` on rank 0 and renamed. Raises
+    UserError when all are damaged, and when the newest intact one belongs to another run or to another cursor than its
+    name says.
     """
     is_main = learner.ranks.rank == 0
     if is_main:

@@ -139,8 +139,8 @@ class RunDirectory:
 def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
     """Create or open `run.dir`, record a new run's inputs, and hold the directory's lock in the block.
 
-    Raises UserError when another process holds the lock, or when the directory belongs to a run whose recipe computes
-    something else, holds files that no run has written, or cannot be written.
+    Raises UserError as `check_directory` does, and when another process holds the lock or the directory cannot be
+    written.
     """
     directory = RunDirectory(recipe.run.dir)
     check_directory(recipe)  # before any folder is made in a directory that is not a run's
@@ -160,7 +160,11 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
 
 
 def check_directory(recipe: Recipe) -> None:
-    """Raise UserError when this run must not write into `run.dir`; changes nothing."""
+    """Raise UserError when this run must not write into `run.dir`; changes nothing.
+
+    It must not if, for example, the directory belongs to a run whose recipe computes something else, or holds a run's
+    files without the run's record.
+    """
     directory = RunDirectory(recipe.run.dir)
     check_model_path(recipe.model.path, directory.hf)
     record = check_run_dir(directory.path)

@@ -56,7 +56,7 @@ class Engines:
 
     @property
     def writer(self) -> int:
-        """The number under which this rank writes to a stage: that of its engine."""
+        """The number under which this rank writes to a stage: that of the engine that it leads, or 0."""
         return self.leader.slot.number if self.leader else 0
 
     def wake(self, memory: MemoryTag) -> None:
@@ -79,7 +79,7 @@ class Engines:
         """Load the learner's weights into the engines as weights of `version`, and compare them as the recipe asks.
 
         Returns the metrics `bytes` and, after a comparison (`engine.check_weights`), `checked`, the number of compared
-        tensors. Raises WeightMismatch on every rank when they differ.
+        tensors. Raises WeightMismatch on every rank when the compared weights differ.
         """
         self.world.barrier()  # waits until the slowest engine has started
         leader = self.leader

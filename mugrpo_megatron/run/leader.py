@@ -118,7 +118,8 @@ def loads_beside_learner(engine: EngineSection) -> bool:
 def launch(
     recipe: Recipe, logs: Path, stopping: Callable[[], bool], stack: ExitStack, host: HostProcess | None = None
 ) -> Launched:
-    """Launch this rank's engine, if it leads one, and a verifier with its share of the node's cores.
+    """Launch this rank's engine, if it leads one, and a verifier with `reward.workers` processes, by default its share
+    of half of the node's cores.
 
     Returns while the engine still loads, in the process `host` if that is given. `stack` ends both. An engine over
     several nodes is only prepared: `engines.rendezvous` launches its processes. Once `stopping()` is true, no call

@@ -120,9 +120,10 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
 
 
 def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:
-    """Check the stage at the cursor, and remove what a killed process has left of its shards.
+    """Check the stage at the cursor; if it is sealed, remove what a killed process has left of its shards.
 
-    Raises UserError when the stage is another run's, or when it is incomplete although updates were taken on it.
+    Raises UserError when the stage is damaged or another run's, or when it is incomplete although updates were taken on
+    it.
     """
     check_stage(directory.stage(cursor.stage), origin)
     check_stage_sealed(directory, cursor)

@@ -113,7 +113,7 @@ def claim(run_dir: Path, model: HubModel | None = None, weights: str = "") -> Ru
 def check_run_dir(run_dir: Path) -> RunRecord | None:
     """Check that a run may use `run_dir`; returns the record of the run in it, None for a new run.
 
-    Raises UserError when `run_dir` is no directory, is shared with other things, or holds files of another run.
+    Raises UserError when `run_dir` is no directory, is shared with other things, or has a run's files without a record.
     """
     try:
         if not stat.S_ISDIR(run_dir.stat().st_mode):
@@ -149,7 +149,8 @@ def check_model_path(model: Path, hf: Path) -> None:
 
 
 def check_hf(hf: Path, record: RunRecord | None) -> None:
-    """Raise UserError unless the run may write `hf`: nothing is there, or a directory that the run itself wrote."""
+    """Raise UserError unless the run may write `hf`: nothing is there, or a directory that the run itself wrote and to
+    which nobody has added a folder."""
     if not os.path.lexists(hf):
         return
     if hf.is_symlink() or not hf.is_dir():

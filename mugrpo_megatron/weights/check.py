@@ -51,15 +51,16 @@ class WeightMismatch(TrainingFailure):
 
 
 def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int:
-    """Compare every tensor of each leader's engine with the learner's, bitwise; returns the number of tensors.
+    """Compare every tensor of each leader's engine with the learner's, bitwise; returns the number of `engine`'s
+    tensors.
 
     The tensors of an fp8 engine are compared with the learner's quantised tensors and their scales.
 
     Collective, and fills every bucket once; `engine` is None on ranks that do not lead one. If the engine has a tensor
-    in another type, the learner's is converted to it first. Returns 0 without comparing if there is an
-    `uncheckable_reason`. Raises WeightMismatch on every rank when a tensor of any engine differs, is missing, or was
-    never sent by the learner; EngineFailure when this rank's engine fails, after this rank has done its part for the
-    others.
+    in another type, the learner's is converted to it first. Returns 0 if `engine` is None, and without comparing if
+    there is an `uncheckable_reason`. Raises WeightMismatch on every rank when a tensor of any engine differs, is
+    missing, or was never sent by the learner; EngineFailure when this rank's engine fails, after this rank has done its
+    part for the others.
     """
     if uncheckable_reason(weight_sync):
         return 0
