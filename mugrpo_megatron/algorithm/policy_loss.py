@@ -47,8 +47,8 @@ def policy_loss(
         logprobs: [T], log-probabilities under the current policy at the sampling temperature.
         statistics: of the whole update, if `config.needs_statistics` and these tokens are only some of it; by default
             computed from these tokens.
-        entropy: [T], nats, of the current policy's distribution at each token; needed if `config.entropy_coef` is not
-            0.
+        entropy: [T], nats, of the current policy's distribution at each token; ValueError if it is missing and
+            `config.entropy_coef` is not 0.
 
     Returns:
         loss: scalar, float32 or wider; differentiable in `logprobs` and `entropy`.

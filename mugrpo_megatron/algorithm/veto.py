@@ -14,7 +14,7 @@ The tokens after κ follow a prefix that the policy would no longer produce. The
 With `objective.veto_reach = "turn"`, every turn of an episode is treated as a response: κ is the first trigger of the
 turn, and nothing beyond the turn leaves the loss. Positions count sampled tokens in either case.
 
-Two further values of `objective.veto` drop no token and need no threshold, but weigh tokens. In a response with
+Two further values of `objective.veto` weigh tokens instead of dropping them, without a threshold. In a response with
 negative advantage
 
     prefix               min(1, Π_{s < t} r_s)     PNPO (arXiv 2608.01418)
@@ -98,7 +98,7 @@ def veto(
 
     Args:
         log_ratio: [T], log of current over behaviour probability, not clamped; no gradient flows through it.
-        advantage: [T], each token's advantage.
+        advantage: [T], for each token the advantage of its response, without a teacher's part.
         state: `initial_state`, or the state after the earlier tokens of the same responses.
     """
     threshold = math.log(config.trigger_ratio) if config.trigger_ratio > 0 else -math.inf
@@ -116,7 +116,7 @@ def veto(
 
 
 def weighed_by_prefix(advantage: Tensor, config: ObjectiveSection) -> Tensor:
-    """bool [T]: whether a token is weighed by its prefix; `advantage` [T]."""
+    """bool [T]: whether a token is weighed by its prefix; `advantage` [T] as in `veto`."""
     return (advantage < 0) | (config.prefix_signs == "both")
 
 

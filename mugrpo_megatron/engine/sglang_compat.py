@@ -72,7 +72,8 @@ async def begin_update(engine: Any) -> None:
 
 
 async def end_update(engine: Any) -> None:
-    """Close a weight update, which finishes quantised layers; RuntimeError if SGLang refuses."""
+    """End a weight update in versions of SGLang that have this step, which finishes quantised layers; RuntimeError if
+    SGLang refuses."""
     if is_new():
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
@@ -127,8 +128,8 @@ def tool_parser(tools: Sequence[Any], name: str) -> Any:
 
 
 def _read_by_parsers(tool: Any) -> Any:
-    """A tool's name and parameters. Parsers read no more, and `Tool` would refuse a description of another type, after
-    the answer was sampled."""
+    """The tool with its name and parameters only, or unchanged if it is no function. Parsers read no more, and `Tool`
+    would refuse a description that is no text, after the answer was sampled."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict):
         return tool

@@ -351,7 +351,7 @@ def range_logprobs(output: dict[str, Any], tokens: LogprobRange, support_ids: np
     """Read the logprobs, float32 [tokens], of a range from SGLang's reply.
 
     With `support_ids` int32 [tokens, k], each is normalised over its token's support. Raises ValueError when the reply
-    has another number of tokens.
+    has another number of tokens or of support ids.
     """
     meta, count = output["meta_info"], tokens.end - tokens.start
     entries = meta["input_token_logprobs"][1:]

@@ -39,7 +39,8 @@ from mugrpo_megatron.weights.table import NORMS
 
 
 def choose_backend(layers: str, device: torch.device) -> BackendSpecProvider:
-    """The provider of layer classes that `learner.layers` names; `auto` is Transformer Engine on CUDA if it loads.
+    """The provider of layer classes that `learner.layers` names; `auto` is Transformer Engine's on CUDA if that loads,
+    else the local ones.
 
     Raises UserError when Megatron cannot load the Transformer Engine that `layers` asks for. A recipe that asks for one
     that is not installed does not get here: `checks.layouts` refuses it.

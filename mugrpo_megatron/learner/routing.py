@@ -149,7 +149,8 @@ def make_routing(
 ) -> Routing:
     """Make the `Routing` of a packed row of `length` tokens, for this rank's `layers` and rows.
 
-    Reads the routes of these layers and sequences only; with `record` it reads none.
+    Reads the routes of these layers and sequences only; with `record` it reads none. Raises ValueError if a sequence
+    has no routes to replay.
 
     Args:
         packed: first row, number of tokens and routes of each sequence in the row.

@@ -154,8 +154,8 @@ class StageBatches:
     def samples(self, age: int) -> list[Sample]:
         """Read the samples of the update taken at `age`, without the proximal policy's log-probabilities.
 
-        Epochs after the first shuffle the updates by the run's seed. With
-        `objective.zero_variance = "leave_out"` updates consist of informative groups only.
+        Epochs after the first shuffle the updates by the run's seed. With `objective.zero_variance = "leave_out"`
+        updates consist of informative groups only, if the stage has any.
         """
         # In the first epoch updates are not shuffled, unlike in verl and TRL, so that a response's age is the number of
         # its update.

@@ -156,7 +156,8 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
 
 
 def _check_length(schedule: ScheduleSection, source: ScheduleSection, start: Cursor, stage_updates: int) -> None:
-    """Raise UserError when the branch's schedule ends before it has taken all epochs over the stage."""
+    """Raise UserError when `stages` or `epochs` differ from the source's, and so the branch's schedule ends before it
+    has taken all epochs over the stage."""
     # The schedule counts also the updates before this stage, which the source run took. With fewer stages or epochs
     # than the source's, it could be over before the branch has taken its first update.
     needed = stage_updates * schedule.epochs
@@ -199,7 +200,7 @@ def _link(source: Path, target: Path, key: str, skipped: Sequence[str] = ()) -> 
 
 
 def link_or_copy(source: str | Path, target: str | Path) -> None:
-    """Make `target` a hard link to `source`, or on another file system a copy."""
+    """Make `target` a hard link to `source` or, where that is not possible, a copy."""
     try:
         os.link(source, target)
     except OSError:

@@ -43,7 +43,7 @@ class Cursor:
     def updates_taken(self, schedule: ScheduleSection, sampled: int) -> int:
         """The number of updates to take on a stage that holds the responses of `sampled` updates.
 
-        It is all epochs over them, or what the run has left.
+        It is all epochs over them, or what the run has left, if that is less.
         """
         return min(sampled * schedule.epochs, schedule.total_updates - self._before_stage)
 

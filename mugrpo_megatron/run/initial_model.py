@@ -21,9 +21,9 @@ def with_model(
 ) -> Recipe:
     """Download the model that the recipe names on the hub, and return the recipe with its directory on this machine.
 
-    A recipe that names a directory is returned as it is. A run in `run_dir` gets the commit that it began with. With
-    `cached` nothing is downloaded. Raises UserError when the model cannot be downloaded or, with `cached`, is not in
-    the hub's cache.
+    A recipe that names a directory, or whose model was found before, is returned as it is. If the run in `run_dir`
+    began with this model, the recipe gets the commit that it began with. With `cached` nothing is downloaded. Raises
+    UserError when the model cannot be downloaded or, with `cached`, is not in the hub's cache.
     """
     name = model_name(recipe.model.path)
     if name is None or recipe.model.commit:
@@ -59,7 +59,10 @@ def weights_fingerprint(model: ModelSection) -> str:
 
 
 def check_initial_weights(record: RunRecord, model: ModelSection, source: str) -> None:
-    """Raise UserError unless `model.path` has the weights that the run began with; the error begins with `source`."""
+    """Raise UserError if `model.path` has other weights than the run began with; the error begins with `source`.
+
+    A record without the weights' fingerprint, such as that of a model of the hub, is not compared.
+    """
     if record.weights and record.weights != weights_fingerprint(model):
         raise UserError(
             f"{source} used other weights than {model.path} holds now; restore the original weights, or choose "

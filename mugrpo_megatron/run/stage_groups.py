@@ -30,11 +30,11 @@ def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: 
 def group_samples(
     group: ScoredGroup, rollout: RolloutSection, reward: RewardSection, objective: ObjectiveSection
 ) -> list[Sample]:
-    """Make samples of a scored group, without failed episodes and responses that have no reward.
+    """Make samples of a scored group, without failed episodes and, unless judges score too, responses without a reward.
 
     So a reward function that does not apply, fails or runs into a limit gives no advantage and changes no baseline. If
     no sample would be left, the first response becomes one. The component `group.unscored` is the share of the group's
-    responses that have no reward.
+    responses that have no reward, if there are any.
     """
     unscored = [score.missing and not reward.judges for score in group.scores]
     failed = [

@@ -166,7 +166,7 @@ class Fields:
         return next(iter(counts.values()))
 
     def no_window(self, absent: int | None) -> None:
-        """Take `sliding_window`, and require none or one as long as the context.
+        """Take `sliding_window`, and raise UserError unless it is null or at least as long as the context.
 
         `absent` is the family's window for a config without the field.
         """
@@ -179,7 +179,8 @@ class Fields:
             )
 
     def full_attention(self) -> None:
-        """Take the fields of Qwen models about sliding windows, and require that no layer has one."""
+        """Take the fields of Qwen models about sliding windows and positions of pictures, and require that they are
+        off."""
         self.only("use_sliding_window", (False,), False)
         self.only("use_mrope", (False,), False)
         self.take("sliding_window", None)
@@ -436,8 +437,8 @@ def read_rope(
     """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4).
 
     `head_dim` counts the rotated dimensions only, the fraction `rotated` of a head. `pictures` says that the family's
-    models also see pictures, for whose positions rope scaling has keys. As in transformers, settings that the kind of
-    scaling does not read have no effect.
+    models also see pictures, for whose positions rope scaling has keys. Settings that the kind of scaling does not read
+    have no effect in transformers and here; if they change SGLang's model, `fields.finish` raises.
     """
     parameters = _one_rope(fields)
     outer_theta = fields.take("rope_theta", default_theta)
@@ -522,8 +523,9 @@ def _one_rope(fields: Fields) -> dict[str, Any]:
 def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """The number that YaRN multiplies cos and sin by, for a context stretched by `factor` (arXiv 2309.00071, eq. 22).
 
-    It is 0.1 ln(factor) + 1, unless `scaling` has an `attention_factor`, which takes its place, or an `attn_factor`,
-    which YaRN's first code multiplied it by. With `mscale` and `mscale_all_dim` it is the quotient of their `mscale`.
+    It is the `attention_factor` of `scaling`, if that has one. Otherwise it is 0.1 ln(factor) + 1 or, with `mscale` and
+    `mscale_all_dim`, the quotient of the function `mscale` at these two weights; an `attn_factor` multiplies either, as
+    in YaRN's first code.
     """
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
