@@ -20,8 +20,8 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """T tokens as a surrogate gets them: of whole responses, or of the next chunk of tokens if the surrogate needs no
-    whole responses.
+    """The T tokens that a surrogate gets: those of whole responses. A built-in surrogate may get a chunk that begins or
+    ends inside a response, if the gradient of a token depends on that token alone.
 
     Losses are differentiable in `logprobs`; `log_ratio` and `ratio` are functions of it.
     """

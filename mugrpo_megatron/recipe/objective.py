@@ -160,7 +160,7 @@ USER_FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class ObjectiveSection(Section):
-    """Loss of an update: advantage, importance ratio, clip, veto, and terms."""
+    """Loss of an update: advantage, importance ratio, clip, veto, and further terms."""
 
     paths_in_text = frozenset(("kl_ref",))
 

@@ -143,7 +143,7 @@ def text(results: Results) -> str:
     ran = sum(cell.seed in results.grid.test_seeds for cell in results.ends)
     parts = [
         f"{len(results.ends) - ran} cells of tuning seeds and {ran} of test seeds have run. "
-        "Mean A(256) of the tuning seeds 100 and 101 on the validation split, in percent; a kept rate is bold:",
+        "Mean A(256) of the\ntuning seeds 100 and 101 on the validation split, in percent; a way's rate is bold:",
         rates_table(results),
     ]
     if lines := claim_lines(results):
