@@ -51,6 +51,8 @@ SHOWN_CHARS = 100
 """Most characters of a request's name that an error shows."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Names of arguments of `apply_chat_template` that are not arguments of the template itself."""
+LONGEST = 1 << 20
+"""Most tokens of a chat where no context is given: more than those of any model that the engine serves."""
 
 
 class TooLong(ValueError):
@@ -61,7 +63,11 @@ class Chat:
     """Renders chats and parses the model's messages with one tokenizer's template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: Template, longest: int, parser: str | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Template,
+        parser: str | None = None,
+        longest: int = LONGEST,
     ) -> None:
         """`longest`: most tokens of a prompt with its response."""
         self._tokenizer, self._template, self._longest, self._parser = tokenizer, template, longest, parser

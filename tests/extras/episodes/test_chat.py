@@ -18,9 +18,9 @@ from tests.extras.episodes.fake import TOKENIZER
 def test_a_chat_is_tokenized_to_its_end_if_it_fits(words: list[str], longest: int) -> None:
     """Otherwise its pieces are counted, and those behind the context's end are not looked at."""
     text = "".join(words) * 10
-    ids = Chat(TOKENIZER, Template(""), 10**6).prompt(text)
+    ids = Chat(TOKENIZER, Template(""), longest=10**6).prompt(text)
     try:
-        assert Chat(TOKENIZER, Template(""), longest).prompt(text) == ids
+        assert Chat(TOKENIZER, Template(""), longest=longest).prompt(text) == ids
     except TooLong:
         assert len(ids) > longest
 
@@ -33,12 +33,12 @@ def test_what_is_behind_the_context_is_not_tokenized(monkeypatch: pytest.MonkeyP
     for begin in ("", " " * 1000):
         read.clear()
         with pytest.raises(TooLong, match="more than 500 tokens"):
-            Chat(TOKENIZER, Template(""), 500).prompt(begin + "語" * 100_000)
+            Chat(TOKENIZER, Template(""), longest=500).prompt(begin + "語" * 100_000)
         assert sum(read) <= len(begin) + 2000
 
 
 def test_an_argument_of_a_chat_template_is_a_word_of_it() -> None:
-    chat = Chat(TOKENIZER, Template("{{ thinking_budget }}{{ messages }}"), 100)
+    chat = Chat(TOKENIZER, Template("{{ thinking_budget }}{{ messages }}"), longest=100)
     chat.check_arguments({"thinking_budget": 1})
     for name in ("thinking", "budget", "messages", "tokenize", "", "x" * 1_000_000, "thinking_budget }}{{ messages"):
         with pytest.raises(ValueError, match="reads no such argument") as refusal:
@@ -51,7 +51,7 @@ def test_a_chat_is_rendered_once_however_many_earlier_ones_it_resembles() -> Non
     template = (
         "{% for one in messages %}{{ one.content }}{{ loop.length if one.role == 'assistant' }}<|im_end|>{% endfor %}"
     )
-    chat, rendered = Chat(TOKENIZER, Template(template), 1000), list[int]()
+    chat, rendered = Chat(TOKENIZER, Template(template), longest=1000), list[int]()
     render, earlier, messages = chat._render, list[Trajectory](), list[Any]()
 
     def counted(messages: Any, *rest: Any, **named: Any) -> str:
