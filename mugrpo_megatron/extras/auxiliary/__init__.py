@@ -6,7 +6,7 @@ scoring            the models and their jobs on a stage, and the loop of one eng
 jobs               a teacher's log-probabilities of the stage's own tokens, and a judge's scores
 score_reader       a judge's scores, read in workers with a reward's limits
 parse              what runs in such a worker: the user's function that reads a score from a judge's answer
-auxiliary_columns  the columns that they add to a stage, parts of unfinished ones, and links to them in a branch
+auxiliary_columns  the columns that auxiliary models add to a stage, parts of unfinished columns, links in a branch
 models             an auxiliary model's files and its engine's recipe, with a hook for the temperature
 checks             what is checked, and refused, before a run starts
 """

@@ -1,9 +1,9 @@
-"""Columns of a stage that auxiliary models compute: which the recipe asks for, their parts, and links in a branch.
+"""Columns of a stage that auxiliary models compute: which ones the recipe asks for, their parts, and a branch's links.
 
     auxiliary/stage00003-NAME.parts-3f2a90c1b7de/00017.parquet    an update's part; merged to a column once all exist
 
 The folder's name ends with a digest of the column's stage, weights and settings, so that a column never gets parts that
-were computed with others.
+were computed with other weights or settings.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def auxiliary_columns(
 
 
 def link_columns(recipe: Recipe, source: RunDirectory, target: RunDirectory, stage: int) -> None:
-    """Link the columns of `stage` from `source` to the branch in `target`; copy them on another file system.
+    """Link the complete columns of `stage` in `source` into the branch `target`; copy them to another file system.
 
-    A column of another auxiliary model, other weights, another question or parser is left out, and the branch computes
-    its own.
+    A column is left out if `recipe` has another auxiliary model, question or parser for it, or if the model's weights
+    have changed since it was computed. The branch then computes that column itself.
     """
     for name, _, column in auxiliary_columns(recipe, target, StageStore(target.stage(stage)), stage):
         original = replace(column, path=source.path / column.path.relative_to(target.path))
@@ -104,7 +104,8 @@ class ColumnParts:
         """Read an update's part; raise UserError when it is damaged."""
         path = self._path(update)
         try:
-            with pq.ParquetFile(path, page_checksum_verification=True) as file:  # `read_table` loads pyarrow.dataset
+            # Not with `pq.read_table`, which would import pyarrow.dataset.
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
                 return file.read(use_threads=False)
         except (OSError, pa.ArrowException) as error:
             raise UserError(f"{path}: damaged ({error}); remove it, and the same command computes it again") from None

@@ -137,8 +137,8 @@ def _check_headers(directory: Path, config: ModelConfig, where: str) -> None:
 
 
 def _check_teacher(temperature: float, policy: Path, name: str, directory: Path) -> None:
-    """Raise UserError for a teacher whose vocabulary is not the policy's, and, at a temperature other than 1, for one
-    whose last norm is not known."""
+    """Raise UserError for a teacher whose vocabulary is not the policy's, and, at a temperature other than 1, for a
+    teacher of a family whose last norm is not known (`models.LAST_NORM`)."""
     if temperature != 1.0:  # `architecture` refuses families whose last norm is not known
         architecture(read_config(directory, key=f"auxiliary.{name}.model", remedy=REMEDY), str(directory / CONFIG))
     if not policy.exists():  # this is a check on paper: the policy's files are not on this machine

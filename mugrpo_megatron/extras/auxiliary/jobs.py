@@ -98,12 +98,12 @@ def read_template(key: str, path: Path) -> Template:
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
     try:
         text = path.read_text(encoding="utf-8")
-        # Jinja already evaluates constant expressions while it compiles, so the time limit applies here too.
+        # Jinja evaluates constant expressions when it compiles a template, so compiling needs a time limit too.
         with template_clock():
             return environment.from_string(text)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{key} = {path}: cannot be read ({error}); name a Jinja file") from None
-    # Jinja compiles templates to Python, which refuses deeper nesting than Jinja does.
+    # SyntaxError: Jinja compiles a template to Python, whose compiler refuses nesting that Jinja accepts.
     except (TemplateError, SyntaxError, RecursionError, TookTooLong) as error:
         raise UserError(f"{key} = {path}: not a Jinja template ({error}); correct it") from None
 

@@ -31,7 +31,7 @@ LONGEST_QUESTION = 1 << 20
 def directory_of(auxiliaries: AuxiliariesSection, name: str, cached: bool = True) -> Path:
     """Directory of the auxiliary model's checkpoint; with `cached` false, a model of the hub is downloaded.
 
-    Raises UserError when there is none.
+    Raises UserError when a model of the hub is not in the hub's cache or, with `cached` false, cannot be downloaded.
     """
     path = auxiliaries.by_name[name].model
     repository = model_name(path)
@@ -76,7 +76,8 @@ def _recipe(
     recipe: Recipe, directory: Path, engine: EngineSection, rollout: Mapping[str, Any], room: int | None = None
 ) -> Recipe:
     """The recipe with an auxiliary model in place of the policy; `rollout` replaces keys of its section."""
-    # SGLang needs a tokenizer for stop texts, and an auxiliary model plays no episodes.
+    # No stop texts, because for them SGLang would have to load a tokenizer; no function, because an auxiliary model
+    # plays no episodes.
     plain: dict[str, Any] = {"stop": [], "function": None}
     return recipe.model_copy(
         update={

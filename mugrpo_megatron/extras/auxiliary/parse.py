@@ -38,7 +38,7 @@ def parse_score(parse: Callable[[str], Any], answer: str) -> tuple[float | None,
         if value is None:
             return None, "no score in the answer"
         score = float(value)
-    except MemoryError:  # lets the worker end and be replaced
+    except MemoryError:  # ends the worker, which is then replaced
         raise
     except Exception as error:
         return None, describe_exception(error, __file__)

@@ -50,7 +50,10 @@ def score_stage(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -
 
 @contextmanager
 def _stage_lock(run: Run, cursor: Cursor) -> Iterator[None]:
-    """Keep processes without a learner from scoring the stage; waits for processes that score it now. Collective."""
+    """Keep processes without a learner from scoring the stage while the block runs; before, wait until none scores it.
+
+    Collective.
+    """
     with ExitStack() as stack:
         if run.is_main:
             path = run.directory.stage_lock(cursor.stage)
@@ -115,7 +118,7 @@ def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, s
 
     `work` says what the other processes do, such as "score stage 3".
     """
-    with display.waiting(f"waiting for those that {work}"):
+    with display.waiting(f"waiting for the processes that {work}"):
         while not stop.poll():
             try:
                 stack.enter_context(file_lock(path))

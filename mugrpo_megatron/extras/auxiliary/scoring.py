@@ -77,8 +77,8 @@ def _check_weights(column: TableColumn, name: str, weights: str, stage: int) -> 
     for known in (column, replace(column, path=column.path.with_name(earlier))):
         if known.weights not in (None, weights):
             raise UserError(
-                f"auxiliary.{name}.model holds other weights than when {known.path} was computed; put the earlier "
-                "weights back, or choose another run.dir"
+                f"the weights in auxiliary.{name}.model have changed since {known.path} was computed with them; put "
+                "the earlier weights back, or begin another run with the new ones"
             )
 
 

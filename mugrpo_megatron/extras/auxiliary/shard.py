@@ -1,7 +1,7 @@
 """Has auxiliary models score a sealed stage without a learner, in processes that share only the run directory.
 
-Shard I of N has every N-th update. A process writes the same parts as the run itself would, so the run takes over from
-there, and a process that was killed continues where it was. Processes that score shards hold the stage's lock together.
+Shard I of N has every N-th update. A process writes the same parts as the run itself would, so the run uses
+them, and a process that was killed continues where it was. Processes that score shards hold the stage's lock together.
 A process that merges all parts into a column holds it alone, as a run does while it scores the stage.
 """
 
@@ -79,5 +79,5 @@ class ShardScoring:
                         else:
                             job.parts.merge()
         except InUse:
-            return "what they are computing"
+            return "what other processes are computing now"
         return ", ".join(incomplete)

@@ -55,12 +55,18 @@ ALIKE = {"data": "training data", "reward": "reward", "eval": "evaluation"}
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
     """Write a page that compares the runs to `path`.
 
-    Raises UserError when one is not a run directory, or when two of them are the same.
+    Raises UserError when one is not a run directory, when two of them are the same, and when `path` exists and is not
+    such a page.
     """
     if len({directory.resolve() for directory in run_dirs}) < len(run_dirs):
         raise UserError("the same run directory is named twice; name each run once")
     runs = [read_run(directory) for directory in run_dirs]
-    check_output(path, f"--out {path}", own=is_page(path, BRAND), remedy="it is not a comparison, so choose another")
+    check_output(
+        path,
+        f"--out {path}",
+        own=is_page(path, BRAND),
+        remedy="it is not a page that compares runs, so choose another path",
+    )
     write_text(path.resolve(), comparison(runs))
     return path
 
@@ -148,9 +154,9 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
     ):
         differs = any(key.startswith(f"{section}.") for key in differing)
         if not differs and len(_contents(runs, file, content, section)) > 1:
-            yield f"The runs' {name} differ, though their recipes name the same: the file was edited between them."
+            yield f"The runs' {name} differ, though their recipes name the same ones: a file was edited in between."
     if len({equal_time_section.evaluated_on(run) for run in runs if run.evals}) > 1:
-        yield "The runs were evaluated on other problems: their held-out figures do not compare."
+        yield "The runs were evaluated on different problems: their held-out figures do not compare."
 
 
 def _contents(runs: Sequence[RunData], file: str, content: str, section: str) -> set[str]:

@@ -42,7 +42,7 @@ class Estimate:
 
     @property
     def half(self) -> float:
-        """Half of the 95 % interval."""
+        """Half the width of the 95 % interval."""
         return NORMAL_95 * self.error
 
 
@@ -91,8 +91,8 @@ def reached(curve: Curve, end: float) -> Estimate:
 def difference(curve: Curve, end: float, other: Curve, other_end: float) -> Estimate:
     """`reached(curve, end)` minus `reached(other, other_end)`; both may be the same curve.
 
-    The error is computed as if all evaluations were independent. Those on the same problems are not: the part of the
-    error that comes from the choice of problems cancels, so the error is an upper bound.
+    The standard error is computed as if all evaluations were independent. Evaluations on the same problems are not:
+    what the choice of problems adds to both results cancels in the difference, so the true error is smaller.
     """
     left, right = weights_of_mean(curve.spent, end), weights_of_mean(other.spent, other_end)
     if curve is other:

@@ -30,9 +30,9 @@ TITLE = "Equal time"
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """The runs' held-out curves over seconds and over updates, and the lengths that all reach.
+    """The runs' held-out curves over seconds and over updates, and the seconds and updates that every run has reached.
 
-    The first run is the one that the others are compared with.
+    The other runs are compared with the first one.
     """
 
     seconds: Sequence[Curve]
@@ -53,7 +53,7 @@ def ends_of(runs: Sequence[RunData]) -> Ends | None:
     """What is needed to compare the runs at equal time, or None if they cannot be compared.
 
     They cannot if one has no evaluation, if their measures or held-out sets differ, or if one has no evaluation before
-    the last quarter of the time, or of the updates, that all have.
+    the last quarter of the time that every run has spent, or of the updates that every run has taken.
     """
     if len({measure_in(run.evals) for run in runs}) > 1 or len({evaluated_on(run) for run in runs}) > 1:
         return None
@@ -93,7 +93,7 @@ def axes(ends: Ends) -> dict[str, Any]:
 def _common(ends: Ends, curve: Curve) -> list[float]:
     """The times, in seconds, of the evaluations at which a run can be compared with the first run.
 
-    Both runs' first evaluations have to lie before the last quarter of that time.
+    These are the run's evaluations at times before whose last quarter both runs had an evaluation.
     """
     begin = max(curve.spent[0], ends.seconds[0].spent[0]) / QUARTER
     return [at for at in curve.spent.tolist() if max(begin, 1e-9) < at <= ends.seconds[0].end]

@@ -58,8 +58,8 @@ for module in sys.argv[1:]:
     except BaseException as error:
         print(json.dumps(f"{type(error).__name__}: {error}".splitlines()[0]), flush=True)
 """
-"""Script that imports modules in a process of its own: an import may crash, and Megatron and SGLang need not work in
-one process."""
+"""Script that imports modules in a process of its own: an import may crash, and one process may fail to import both
+Megatron and SGLang."""
 
 
 class Package(NamedTuple):
@@ -138,7 +138,7 @@ def results() -> Generator[CheckResult, None, None]:
         for package in PACKAGES:
             yield _package(package, next(errors) if package.module in present else "", cuda)
     yield apex()
-    # Not at the top: the checks above say whether its imports are installed.
+    # Not at the top: what it imports may be missing, which the checks above report.
     from mugrpo_megatron.extras.sandbox.jail_check import jail
 
     yield jail()

@@ -45,11 +45,14 @@ def fix(say: Say = print) -> None:
     Does nothing where both are installed and torchvision can be imported. Raises UserError where the packages cannot be
     installed, and where they are missing although torch finds a GPU: there `mugrpo-megatron[cuda]` requires them.
     """
-    stack = STACKS.get(_installed("megatron-core") or "")
+    megatron = _installed("megatron-core")
+    stack = STACKS.get(megatron or "")
     if stack is None:
+        pinned, new = STACKS
         raise UserError(
-            f"megatron-core {_installed('megatron-core') or 'is not installed'}: no stack was tested with it; install "
-            f'"mugrpo-megatron[cpu]", which has {" or ".join(STACKS)}'
+            f"megatron-core {f'{megatron} is' if megatron else 'is not'} installed, and SGLang was tested with "
+            f'{pinned} and {new} only; for a CPU, install "mugrpo-megatron[cpu]", which has {pinned}, or '
+            f'"mugrpo-megatron[cpu-new]", which has {new}'
         )
     missing = [f"{name}=={getattr(stack, name)}" for name in ("sglang", "torchvision") if _installed(name) is None]
     if missing and _torch_finds_a_device():

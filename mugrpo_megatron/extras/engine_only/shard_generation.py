@@ -52,7 +52,7 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
             scoring.score()
             missing_columns = scoring.merge()
             after = (
-                f"of other shards the stage lacks {missing_columns}; run them again"
+                f"the stage still lacks {missing_columns}; run again the shards that have not finished theirs"
                 if missing_columns
                 else "the stage has all that auxiliary models compute; `mugrpo optimize` takes its updates"
             )
@@ -77,7 +77,7 @@ def _generate(
         leader = make_leader(recipe, _slot(shard), engine, verifier, prepared)
         with run.display.waiting(f"waiting for the engine, see {log}"):
             wait_for_engines(leader, run.world)
-        while part.groups - store.verified_groups():  # once, unless the engine fails and is started again
+        while part.groups - store.verified_groups():  # one round, unless the engine fails and is started again
             with leader.guarded():
                 leader.restart_if_failed()
                 engine.set_version(part.cursor.updates)

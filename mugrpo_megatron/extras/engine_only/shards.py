@@ -144,15 +144,17 @@ def begin(recipe: Recipe, problems: Problems) -> NextStage:
 
 
 def mark_shard(shard: GenerationShard, stage: NextStage, problems: Problems) -> None:
-    """Record the shard's weights and problems; raise UserError when the shard was begun with other weights or
-    problems."""
+    """Record the shard's weights and problems.
+
+    Raises UserError when the shard was begun with other weights or problems, or as one of another number of shards.
+    """
     path = stage.directory / f"shard-{shard.writer:04d}.json"
     digest = sha256(repr(sorted(problems_fingerprint(problems)["train"].items())).encode()).hexdigest()
     mark = {"shard": asdict(shard), "weights": fingerprint(stage.weights), "problems": digest}
     if path.exists() and _read_mark(path) != mark:
         raise UserError(
-            f"{path}: this shard was begun as another part of the stage, or with other weights or problems; use those "
-            f"again, or remove {stage.directory} to generate the stage again"
+            f"{path}: this shard was begun as another part of the stage (another N in --shard I/N), or with other "
+            f"weights or problems; run it as it was begun, or remove {stage.directory} to generate the stage again"
         )
     stage.directory.mkdir(parents=True, exist_ok=True)
     write_checksummed_json(path, "shard", mark)
@@ -168,7 +170,7 @@ class OpenShard:
     groups: frozenset[int]
     """Indices of the shard's groups."""
     missing: list[int]
-    """Indices of those that are not on disk, ascending; none once the stage is sealed."""
+    """Indices of the shard's groups that are not on disk, ascending; none once the stage is sealed."""
     stop: StopRequest
     display: Display
 
@@ -185,7 +187,7 @@ def open_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, proble
     if stage not in (None, cursor.stage):
         raise UserError(f"{directory.path} is at stage {cursor.stage}, not at stage {stage}; omit --stage")
     with (
-        # Processes of other shards may hold the lock too, a learner may not.
+        # Shared: processes of other shards may hold the lock at the same time, a learner may not.
         file_lock(directory.path / ".lock", shared=True, wait=True),
         file_lock(directory.logs / f"shard-{shard.writer:04d}.lock"),
         handle_signals(is_main=True) as stop,
@@ -228,8 +230,8 @@ def marked_shards(stage: Path, weights: Path) -> list[GenerationShard]:
 def close_stage(stage: NextStage, updates: int, prompts_per_update: int) -> int:
     """Seal the stage, and return the number of its groups. The caller holds a lock that keeps others from sealing.
 
-    Raises UserError, with nothing changed, when a group is missing, when a shard's origin is another than the stage's,
-    or when two shards had different weights or problems.
+    Raises UserError, with nothing changed, when a group is missing, when a file in the directory is of another run or
+    stage, or when two shards had different weights or problems.
     """
     check_stage(stage.directory, stage.origin)
     store = StageStore(stage.directory, 0, stage.origin)
@@ -240,10 +242,11 @@ def close_stage(stage: NextStage, updates: int, prompts_per_update: int) -> int:
     if missing := set(range(count)) - store.verified_groups():
         incomplete = [f"{shard} ({n})" for shard in shards if (n := len(shard.groups(count) & missing))]
         never = missing.difference(*(shard.groups(count) for shard in shards))
-        unclaimed = f"; no shard was begun for {len(never)}" if never else ""
+        unclaimed = f"; of the missing groups, {len(never):,} are of shards that were not begun" if never else ""
         raise UserError(
             f"{stage.directory} lacks {len(missing):,} of {count:,} groups; incomplete shards: "
-            f"{', '.join(incomplete) or 'none'}{unclaimed}; run them again: `mugrpo generate --engine-only --shard I/N`"
+            f"{', '.join(incomplete) or 'none'}{unclaimed}; run each shard that lacks groups: "
+            "`mugrpo generate --engine-only --shard I/N`"
         )
     store.seal(updates, prompts_per_update)
     return count

@@ -56,9 +56,9 @@ class Agent:
     def __init__(self, options: Mapping[str, Any], endpoint: Endpoint | None = None) -> None:
         """Load the program, and open the endpoint's socket. Raises UserError where it cannot be loaded."""
         self._options, self._args = options, options["args"]
-        # Each program may hold as many connections as it may have files: others must not find the endpoint full.
+        # A program may hold as many connections as it may open files, and the others' connections must still find room.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        with suppress(OSError, ValueError):  # the system allows less than it says
+        with suppress(OSError, ValueError):  # the system may allow less than the hard limit that it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._launcher = self._launched()
         self._replacing = asyncio.Lock()
@@ -68,7 +68,10 @@ class Agent:
         self._directory = Path(options["directory"])
 
     async def close(self) -> None:
-        """End the launcher, the programs that it has started, and the endpoint. In a worker, its guard kills them."""
+        """End the launcher, the programs that it has started, and the endpoint.
+
+        A worker of episodes does not call it: the worker's guard kills what the worker has started.
+        """
         self._launcher.kill()
         if self._server is not None:
             self._server.cancel()
@@ -80,7 +83,10 @@ class Agent:
         try:
             answer = launcher.receive()
         except (EOFError, OSError):
-            answer = {"refused": f"rollout.agent {self._options['name']!r} cannot be loaded: its process died"}
+            answer = {
+                "refused": f"rollout.agent {self._options['name']!r} cannot be loaded: its process died, or "
+                f"took more than {START_S:g} s; import the module by itself to see why"
+            }
         if "refused" in answer:
             launcher.kill()
             raise UserError(answer["refused"])
@@ -121,8 +127,8 @@ class Agent:
     async def _run(self, directory: Path, session: Session) -> int:
         """Run the program and return its exit code. Raises ProgramFailure if it cannot be started.
 
-        It is killed if this coroutine is cancelled. After a limit has ended its session it has ENDING_S seconds, or
-        until it has sent MOST_SINCE further requests.
+        The program is killed if this coroutine is cancelled. After a limit has ended the session, the program may run
+        for ENDING_S further seconds, or until it has sent MOST_SINCE further requests; then it is killed.
         """
         address = f"http://127.0.0.1:{self._socket.getsockname()[1]}/s/{session.id}/v1"
         environment = {
@@ -134,7 +140,8 @@ class Agent:
             "no_proxy": "127.0.0.1",
         }
         message = json.dumps({"directory": str(directory), "environment": environment}).encode()
-        # Packets keep two answers apart: the launcher may say why there is no program, and then its exit code.
+        # Packets keep two messages apart: the launcher may send why the program did not start, and after that the exit
+        # code of the process that should have become it.
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with ours:
             with theirs:
@@ -224,7 +231,7 @@ def _said(text: str, is_whole: bool) -> dict[str, Any]:
         if start < 0 and not is_first:
             break
         try:
-            # An object inside a larger one does not begin a line, or is followed by the larger one's end.
+            # Only the outermost object parses: one inside it begins no line, or the outer one's end follows it.
             said = parse_json(text[start + 1 :])
         except ValueError as error:
             refusal = refusal or str(error)

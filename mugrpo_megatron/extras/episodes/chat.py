@@ -42,9 +42,9 @@ MOST_CALLS = 128
 MOST_RENDERED = 2 * MOST_BYTES
 """Most bytes to which a template may render a request; templates may escape texts, or write them twice."""
 PIECE = 2
-"""Characters for each token of the longest context, of the pieces in which the tokens of a long text are counted."""
+"""The tokens of a long text are counted in pieces of this many characters for each token of the longest context."""
 CUT_TOKENS = 64
-"""Most tokens by which a text grows where it is cut into pieces."""
+"""Most tokens that the two cuts may add to a piece; so many tokens of each piece are not counted."""
 REFUSAL_CHARS = 300
 """Most characters of a chat template's own error that a program reads."""
 SHOWN_CHARS = 100
@@ -92,11 +92,11 @@ class Chat:
         arguments: Mapping[str, Any],
         context: list[int],
     ) -> list[int] | None:
-        """Token ids of a rendered chat that continues `context`: the tokens of its `earlier` messages, the last one
-        sampled.
+        """Token ids of a rendered chat; they begin with `context`, the token ids of its `earlier` messages.
 
-        The ids begin with `context`. Returns None if the template renders those messages differently once further ones
-        follow. Raises ValueError if the template refuses them, and TooLong.
+        The model has sampled the last of the earlier messages. Returns None if the template renders the earlier
+        messages differently once further messages follow. Raises ValueError if the template refuses the earlier
+        messages, and TooLong for a chat of more tokens than the longest context.
         """
         begin = self._render(earlier, tools, arguments, is_prompt=False)
         last, closing, rest = begin.rpartition(self._closing)
@@ -107,7 +107,7 @@ class Chat:
             )
         if not rendered.startswith(last + closing):
             return None
-        # True if the model has sampled the token that closes its turn.
+        # Whether the model has sampled the token that closes its turn; if not, the token is encoded with what follows.
         closed = context[-1] == self._tokenizer.eos_token_id
         return context + self._encode_if_short(rendered[len(last) + closed * len(closing) :])
 
@@ -191,7 +191,7 @@ class Chat:
 
     def _encode_if_short(self, text: str) -> list[int]:
         # A tokenizer may take seconds for a megabyte, for instance where it first writes a character as several. So the
-        # tokens of a long text are counted piece by piece, and no piece is read once there are too many.
+        # tokens of a long text are first counted piece by piece, and counting ends as soon as they are too many.
         size, tokens = PIECE * self._longest, 0
         for begin in range(0, len(text), size) if len(text) > size else ():
             tokens += max(0, len(self._encode(text[begin : begin + size])) - CUT_TOKENS)

@@ -25,7 +25,7 @@ from mugrpo_megatron.rewards.callers import verdict_of
 from mugrpo_megatron.samples import Problem
 
 EpisodeFunction = Callable[[Problem, EpisodeModel], Awaitable[dict[str, Any]]]
-"""Runs one episode; the result is a JSON object: reward, why, parts, and slime's tokens."""
+"""Runs one episode; the result is a JSON object: reward, why, parts and, from a function in slime's form, tokens."""
 FORMS = "async (problem, model), slime's async (args, sample, sampling_params) or a class with reset, as TRL's"
 
 
@@ -37,7 +37,9 @@ def load_episode_function(name: str, options: Mapping[str, Any]) -> EpisodeFunct
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:
-        raise UserError(f"rollout.function {name!r} has no signature that could be read ({error})") from None
+        raise UserError(
+            f"rollout.function {name!r} has no signature that can be read ({error}); name a function in Python"
+        ) from None
     for names, make in ((("problem", "model"), _own_form), (("args", "sample", "sampling_params"), _slime_form)):
         needed = [name for name, parameter in parameters.items() if _is_needed(parameter)]
         if set(names) <= parameters.keys() and set(needed) <= set(names):
@@ -80,7 +82,7 @@ def _slime_form(function: Callable[..., Any], name: str, options: Mapping[str, A
         args = SimpleNamespace(**options["args"])
         returned = await function(args=args, sample=sample, sampling_params=dict(model.sampling))
         if not isinstance(returned, SlimeSample):
-            raise TypeError(f"{name} returned a {type(returned).__name__} where one Sample belongs")
+            raise TypeError(f"{name} returned a {type(returned).__name__}: return the one Sample that it got")
         if returned.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
             raise RuntimeError(f"{name} returned a sample of status {returned.status.value}")
         sampled = {

@@ -302,11 +302,12 @@ def request_of(body: Any, session: Session) -> dict[str, Any]:
     choice = body.get("tool_choice", "auto")
     if choice not in CHOICES and not isinstance(choice, dict):
         raise Refused(
-            f"tool_choice = {_short(choice)} is none of {', '.join(CHOICES)} and no object", param="tool_choice"
+            f"tool_choice = {_short(choice)} is neither an object nor one of {', '.join(CHOICES)}", param="tool_choice"
         )
-    most = body.get("max_completion_tokens", body.get("max_tokens"))
+    limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    most = body.get(limit)
     if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
-        raise Refused(f"max_tokens = {_short(most)} is no number of tokens", param="max_tokens")
+        raise Refused(f"{limit} = {_short(most)} is no number of tokens", param=limit)
     arguments = body.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict):
         raise Refused("chat_template_kwargs is not an object", param="chat_template_kwargs")
@@ -342,7 +343,10 @@ def _check_settings(body: Mapping[str, Any], sampling: Mapping[str, tuple[float,
             raise Refused(f"{name} = {_short(body[name])} is neither true nor false", param=name)
     options = body.get("stream_options", {})
     if not isinstance(options, dict) or options.keys() - {"include_usage", "include_obfuscation"}:
-        raise Refused("stream_options may only have include_usage; leave out the rest", param="stream_options")
+        raise Refused(
+            "stream_options is not an object of include_usage and include_obfuscation alone; leave out all else",
+            param="stream_options",
+        )
 
 
 def _stops(stop: Any) -> list[str]:

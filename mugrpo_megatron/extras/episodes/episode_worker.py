@@ -123,11 +123,12 @@ class _Worker:
             text = as_text({"ask": key, "request": number, "what": what, **arguments}).encode()
             future = asyncio.get_running_loop().create_future()
             self._pending[number] = key, future
-            self._asking |= {key} if what != PROGRAM else set()  # a program may ask several things at once
+            # A program may have several requests open at a time, a function only one.
+            self._asking |= {key} if what != PROGRAM else set()
             try:
                 self._write(text)
                 return await future
-            except asyncio.CancelledError:  # a program has closed its connection
+            except asyncio.CancelledError:  # a program has closed the connection of this request
                 if self._pending.pop(number, None) and key in self._episodes:
                     self._send({"drop": key, "request": number})
                 raise

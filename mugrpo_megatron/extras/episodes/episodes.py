@@ -81,7 +81,7 @@ class Episodes:
     def generate(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
         """Yield groups of `n` episodes as they are completed, until none is in flight and `take` returns no prompt."""
         self._sampling, self._n = sampling, n
-        # The longest context is a prompt and its response.
+        # The longest context, in tokens: the longest prompt and the longest response.
         self._longest = self._recipe.data.max_prompt_tokens + sampling.max_tokens
         # The counts start again with each generation: if they included the thousands of episodes of a stage, an
         # evaluation in which most episodes fail would stay below the share.

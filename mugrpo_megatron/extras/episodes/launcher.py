@@ -129,7 +129,7 @@ def _say(session: socket.socket, text: str) -> None:
 def _guard(
     session: socket.socket, message: dict[str, Any], run: Callable[[Path], Any], memory: int, is_command: bool
 ) -> NoReturn:
-    """Run the program in a child; returns its exit code through the socket once nothing is left of it."""
+    """Run the program in a child; send its exit code through the socket once no process of the program is left."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -190,7 +190,7 @@ def _enter(directory: Path, environment: dict[str, str], memory: int, is_command
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
     ):
-        hardest = resource.getrlimit(limit)[1]  # a limit cannot be raised above this one, except by root
+        hardest = resource.getrlimit(limit)[1]  # the hard limit, above which only root may set one
         most = most if hardest == resource.RLIM_INFINITY else min(most, hardest)
         resource.setrlimit(limit, (most, most))
     # Python ignores SIGPIPE and SIGXFSZ, so a function gets an OSError instead; a command begins as from a shell.

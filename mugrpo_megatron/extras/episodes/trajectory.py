@@ -140,7 +140,7 @@ def continued(
         for count in earlier.ends
         if count < len(messages) and _said(earlier.messages[:count]) == _said(messages[:count])
     ]
-    # Once: there may be as many earlier ends as the session has had turns.
+    # Rendered here, once, and not for each entry of `shared`: it may have one for each turn of the session.
     rendered = chat.rendered(messages, tools, given)
     for count, continues, earlier in sorted(shared, key=lambda entry: entry[:2], reverse=True):
         ids = chat.continuation(rendered, messages[:count], tools, given, earlier.context[: earlier.ends[count]])

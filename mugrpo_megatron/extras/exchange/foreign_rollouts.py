@@ -81,7 +81,7 @@ def read_rollouts(
         if isinstance(row, str):
             raise UserError(f"{location}: {row}")
         try:
-            # A Parquet file may have these columns as binary, which would be read as bytes.
+            # A Parquet file may hold these columns as binary values, which are read as bytes and not as text.
             for name in ("prompt", *RESPONSES):
                 if isinstance(row.get(name), bytes | bytearray | memoryview):
                     raise ValueError(f"{name} is binary; write the column as text (a string type)")
@@ -145,7 +145,10 @@ def _parse_row(
     elif reply := spoken_message(_given_response(row)):
         problem = _chat_of(row, location)
         if problem is None:
-            raise ValueError(f"the response has {', '.join(reply)}: give the prompt as messages, or response_ids")
+            raise ValueError(
+                f"the response has {', '.join(reply)}, which only a chat template renders: give the prompt as messages "
+                "or give response_ids"
+            )
         try:
             ids = render_reply(problem, reply, tokenizer, "chat", template)
         except UserError as error:
@@ -185,24 +188,24 @@ def _logprobs(values: list[Any]) -> np.ndarray:
     """Returns a row's log-probabilities as float32 [R]; rounding may put one above 0 by at most ROUNDING, which gives
     0."""
     if not all(type(value) in (int, float) for value in values):
-        raise ValueError("logprobs hold something that is not a number")
+        raise ValueError("logprobs hold something that is not a number; give one for each token")
     if (highest := max(values)) > ROUNDING:
         value_text = highest if fits_float32(highest) else "a number beyond float32"
         raise ValueError(f"logprobs hold {value_text}, and the logarithm of a probability is at most 0")
     if not all(map(fits_float32, values)):
-        raise ValueError("logprobs hold a number that is not finite as float32")
+        raise ValueError("logprobs hold a number that is not finite as float32; leave the row out")
     return np.minimum(np.array(values, dtype=np.float32), np.float32(0.0))
 
 
 def _mask(values: list[Any]) -> np.ndarray:
     """Returns the loss mask of a response, bool [R]."""
     if not all(isinstance(value, bool | int | float) and value in (0, 1) for value in values):
-        raise ValueError("loss_mask holds something that is not true, false, 0 or 1")
+        raise ValueError("loss_mask holds something that is not true, false, 0 or 1; give one of these for each token")
     return np.array(values, dtype=bool)
 
 
 def _check_characters(what: str, text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for a text that would have more than `tokens` tokens even if all were as long as the longest.
+    """Raise ValueError for a text of more characters than `tokens` of the tokenizer's longest token have.
 
     Such a text is refused before it is tokenized.
     """
@@ -282,7 +285,11 @@ def _response(row: dict[str, Any]) -> str:
     if isinstance(response, list):
         turns = messages_of(response)
         if [turn["role"] for turn in turns] != ["assistant"]:
-            raise ValueError("the response is a chat of several turns; give response_ids and a loss_mask")
+            roles = short_repr([turn["role"] for turn in turns])
+            raise ValueError(
+                f"the response is a list of messages with the roles {roles}, and only a list of one message of the "
+                "assistant can be read; give response_ids and a loss_mask instead, or leave the row out"
+            )
         return str(turns[0]["content"] or "")
     if not isinstance(response, str):
         raise ValueError(f"needs a column response_ids or one of {', '.join(RESPONSES)} {found_in(row)}")

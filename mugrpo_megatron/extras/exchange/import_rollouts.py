@@ -56,7 +56,8 @@ class _Gold(NamedTuple):
     """The row's column that has the gold; "" if none has."""
     value: Any
     any: bool
-    """Whether a user's function scores the row, which may take any value; else `math` must find an answer in it."""
+    """Whether a user's function scores the row, so that the gold may be any value; else `math` must find an answer in
+    it."""
 
 
 def import_rollouts(
@@ -123,8 +124,8 @@ def _check_fits(file: Path, groups: list[list[ForeignRollout]], recipe: Recipe) 
     """The number of updates that the groups make. Raises UserError, which names settings that fit, if the recipe's do
     not."""
     rollout, size = recipe.rollout, len(groups[0])
-    # All updates need the same number of groups: take the divisor of their number whose ratio to the recipe's is
-    # nearest to 1.
+    # All updates need the same number of groups. Of the divisors of the number of groups, take the one whose ratio to
+    # the recipe's prompts_per_update is nearest to 1.
     per_update = min(divisors(len(groups)), key=lambda number: abs(math.log(number / rollout.prompts_per_update)))
     updates = len(groups) // per_update
     longest = max(len(rollout.response_ids) for group in groups for rollout in group)
@@ -147,8 +148,8 @@ def _check_fits(file: Path, groups: list[list[ForeignRollout]], recipe: Recipe) 
     if per_update != rollout.prompts_per_update:
         sizes = ", ".join(str(number) for number in divisors(len(groups)))
         facts.append(
-            f"an update of rollout.prompts_per_update = {rollout.prompts_per_update} groups does not divide them, one "
-            f"of {sizes} does"
+            f"rollout.prompts_per_update = {rollout.prompts_per_update} does not divide the number of groups, each of "
+            f"{sizes} does"
         )
     if changes:
         raise UserError(f"{file}: {'; '.join(facts)}; what fits: {' '.join(changes)}")

@@ -100,7 +100,7 @@ def publish(
         say(f"left out, as places of this machine: {', '.join(hidden)}")
     # The published stage has no tokenizer, so the command names the model.
     look = shlex.join(["mugrpo", "rollouts", str(to), "--set", f"model.path={model}"])
-    say(f"sources, rows and responses are in it as they are; look at it before others do: {look}")
+    say(f"the data set holds the sources, rows and responses unchanged; look at it before others do: {look}")
 
 
 def _verify(copied: StageStore, source: StageStore) -> None:

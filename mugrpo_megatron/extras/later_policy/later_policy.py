@@ -28,7 +28,7 @@ BATCH_TOKENS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """What a later policy makes of a response with R tokens: ratios, triggers and dropped tokens, arrays [R]."""
+    """A response of R tokens under a later policy: ratios, triggers and dropped tokens, arrays [R]."""
 
     log_ratio: np.ndarray
     """float32: log of the importance ratio, policy over behaviour policy; 0 outside the loss mask."""
@@ -141,7 +141,7 @@ def _stale(sample: Sample, log_ratio: np.ndarray, trigger: np.ndarray, dropped: 
 
 
 def _load(checkpoint: Path) -> Any:
-    """Returns the checkpoint's model; none of its files is run as code, and every weight is read from it."""
+    """Returns the checkpoint's model. No file of the checkpoint is run as code; UserError if it is damaged."""
     shape = architecture(read_config(checkpoint, remedy="name one with --policy"), str(checkpoint / CONFIG))
     check_weights(checkpoint, "--policy")
     disable_progress_bar()

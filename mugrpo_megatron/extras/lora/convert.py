@@ -68,7 +68,7 @@ def _merged(
     for spec in shard.specs:
         weight = checkpoint.read(spec.name)
         if spec.name in factors:
-            # The learner has the factors in the weight's dtype too.
+            # In the weight's dtype, as in the learner: so the merged weight is the one that the run trained with.
             a, b = (factor.to(weight.dtype) for factor in factors[spec.name])
             weight = merged(weight, a, b, scale).to(weight.dtype)
             if not weight.isfinite().all():

@@ -98,7 +98,7 @@ class LowRank(torch.nn.Module):
         return (a, gathered.flatten(0, -2)) if self.by_rows else (gathered, b.flatten(0, -2))
 
     def _axis(self, factor: torch.Tensor) -> int:
-        """The dimension of the divided factor that tensor parallelism divides."""
+        """The dimension along which tensor parallelism divides `factor`: A or B, whichever of the two it divides."""
         return factor.dim() - 2 if self.by_rows else 1
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

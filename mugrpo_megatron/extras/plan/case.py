@@ -61,7 +61,7 @@ def _unknown(path: Path, key: str, table: Mapping[str, Any]) -> NoReturn:
     meant = f"did you mean {' or '.join(close)}?" if close else f"those are {', '.join(sorted(table))};"
     alternative = ", or pass --model-config FILE" if key == "model.path" else ""
     raise UserError(
-        f"{key} = {path} holds no config.json and {path.name!r} is not one of the bundled shapes: {meant} else "
+        f"{key} = {path} holds no config.json and {path.name!r} is not one of the bundled shapes: {meant} otherwise "
         f"name a model of the hub{alternative}"
     )
 

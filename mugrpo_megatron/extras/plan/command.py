@@ -43,8 +43,8 @@ def plan_arguments(parser: Parser) -> None:
         "--pilot",
         type=Path,
         metavar="RUN",
-        help="a finished run with GRPO's schedule and a constant learning rate; with --schedules the plan says "
-        "how many points each schedule may lose",
+        help="a finished run with GRPO's schedule and a constant learning rate; with --schedules the plan says by "
+        "how many points each schedule may trail GRPO after equal updates and be level with it after equal time",
     )
     parser.add_argument("--json", action="store_true", help="print everything as JSON instead of tables")
 

@@ -36,7 +36,8 @@ def response_lengths(mean: float, longest: int, spread: float) -> np.ndarray:
 
 
 def resident_mean(lengths: np.ndarray) -> float:
-    """Mean number of tokens so far of a response that is running: half of the mean length, weighted by length."""
+    """Mean number of tokens that a running response has so far: half of the mean length, each weighted by its length,
+    since long responses run longer."""
     return float((lengths**2).mean() / lengths.mean() / 2)
 
 

@@ -297,7 +297,7 @@ class Memory:
 
     @property
     def resting(self) -> float:
-        """Bytes on the device that do not belong to the working engine."""
+        """Bytes on the device during generation besides the engine's weights, cache and work space."""
         return self.generate - self.serving.total
 
     @property

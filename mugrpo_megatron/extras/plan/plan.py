@@ -180,7 +180,8 @@ def _problems(case: PlanCase) -> list[str]:
 
 
 def _advice(case: PlanCase) -> list[str]:
-    """A sentence that names settings which fit the cluster, or says that none do; empty if they cannot be the cause."""
+    """A sentence that names a layout and engine settings which fit the cluster, or says that none do and what else
+    helps; empty if the recipe has a problem that no layout solves."""
     if any(problems_of_any_layout(case.with_keys("engine", tensor=1, nodes=1).recipe, dict(case.config))):
         return []
     if fit := fastest_fit(case):

@@ -1,4 +1,8 @@
-"""Prints the hours of the same updates under other schedules, and what each may lose and be level at equal time."""
+"""Prints the hours that the same updates take under other schedules.
+
+With a pilot run, also by how many points each schedule may trail GRPO after equal updates and be level with it after
+equal time.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,8 @@ def read_pilot(path: Path) -> Pilot:
     section = run.recipe.get("optimizer", {})
     if section.get("decay", "constant") != "constant":
         raise UserError(
-            f"--pilot {path}: its rate is {section['decay']}, so the beginning of its curve is not a shorter run; name "
-            'a run with optimizer.decay = "constant"'
+            f"--pilot {path}: its rate is {section['decay']}, so the beginning of its curve is not that of a shorter "
+            'run; name a run with optimizer.decay = "constant"'
         )
     try:
         curve = over_updates(run)
@@ -51,7 +55,8 @@ def read_pilot(path: Path) -> Pilot:
 
 
 def print_schedules(plan: RunPlan, pilot: Pilot | None = None) -> None:
-    """Print the hours of each schedule and what they consist of; with a pilot, what each may lose."""
+    """Print the hours of each schedule and what they consist of; with a pilot, also by how much each may trail GRPO
+    after equal updates and still be level with it after equal time."""
     console = Console()
     console.print(f"{plan.cluster}, {plan.parameters / 1e9:.2f} B parameters, {plan.layout}", highlight=False)
     console.print(_hours(plan))
@@ -119,7 +124,8 @@ def _losses(plan: RunPlan, pilot: Pilot) -> Table:
 
 
 def _at(pilot: Pilot, speed_up: float) -> Estimate | None:
-    """What a schedule may lose; None where GRPO would take more updates than the pilot has."""
+    """`may_lose` for a schedule of this speed-up; None if the pilot was not evaluated early enough, or if GRPO takes
+    more updates in the schedule's time than the pilot has."""
     try:
         return may_lose(pilot.curve, speed_up)
     except ValueError:
@@ -139,8 +145,8 @@ def _of_hours(seconds: float) -> str:
 
 
 def pilot_as_dict(plan: RunPlan, pilot: Pilot) -> dict[str, Any]:
-    """JSON values for each schedule: the points that it may lose, their standard error, and the points at either end of
-    the speed-up's range."""
+    """The pilot and, for each schedule, `may_lose` (accuracy as a share, or mean reward) as JSON values: at the
+    speed-up, with its standard error, and at both ends of the speed-up's range."""
     rows = []
     for speed in plan.speeds:
         middle, low, high = (_at(pilot, k) for k in (speed.speed_up, speed.low, speed.high))

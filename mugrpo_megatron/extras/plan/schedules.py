@@ -1,4 +1,5 @@
-"""The same updates under other schedules: hours, speed-up over GRPO, and what a schedule may lose at equal time."""
+"""The same updates under other schedules: hours, speed-up over GRPO, and by how much a schedule may trail GRPO after
+equal updates and still be level with it after equal time."""
 
 from __future__ import annotations
 
@@ -66,13 +67,14 @@ class Speed:
 
     schedule: Schedule
     speed_up: float
-    """k: GRPO's seconds over the schedule's for the same updates, both without evaluations."""
+    """k: GRPO's seconds divided by the schedule's, for the same updates and without evaluations."""
     low: float
     high: float
     """Upper end of the speed-up's range: the deviations that each group of `UNCERTAIN` causes alone are added as
     independent ones."""
     share: float
-    """Seconds that the schedule saves, as a share of those that mu-GRPO's saves; nan if that saves none."""
+    """Seconds that the schedule saves over GRPO's, as a share of those that mu-GRPO's schedule saves; nan if mu-GRPO's
+    saves none."""
 
 
 def schedules(case: PlanCase, need: Memory) -> list[Schedule]:
@@ -118,7 +120,7 @@ def speeds(case: PlanCase, need: Memory) -> list[Speed]:
 
 
 def may_lose(pilot: Curve, speed_up: float) -> Estimate:
-    """What a schedule may lose against GRPO after equal updates, and still be level with GRPO after equal time.
+    """By how much a schedule may trail GRPO after equal updates and still be level with GRPO after equal time.
 
     This is A(U) - A(U / k) of the pilot's curve, which is GRPO's at a constant learning rate. U is its last update, k
     the schedule's speed-up, and A(n) what a run of n updates reaches (`reached`). Raises ValueError when the curve does

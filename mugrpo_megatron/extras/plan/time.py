@@ -21,7 +21,8 @@ PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319,
 
 
 def scoring_seconds(responses: int, case: PlanCase) -> float:
-    """Seconds of the verifiers, one on each engine leader: `reward.workers` processes, or one per two cores."""
+    """Seconds in which the verifiers score `responses` responses in all. Each engine leader has a verifier, of
+    `reward.workers` processes or, if that is 0, of one for each two cores."""
     engines = engines_of(case.recipe.engine, case.cluster)
     cores = case.assumptions.cores * case.cluster.world / engines
     workers = min(case.recipe.reward.workers, cores) or max(1, int(cores // 2))
@@ -58,8 +59,8 @@ def logprob_seconds(case: PlanCase) -> float:
     """Seconds of a stage's forward passes without a backward pass.
 
     One measures the mismatch with the engine on a few responses. The others are over the whole stage: one if the recipe
-    records logprobs or routes of the learner at the stage's start, one for a reference policy that differs from this
-    one, and one for the proximal policy in each epoch.
+    records logprobs or routes of the learner at the stage's start, one for a reference policy unless it is the policy
+    whose logprobs are recorded there, and one for the proximal policy in each epoch.
     """
     recipe, responses = case.recipe, min(MISMATCH_RESPONSES, case.responses)
     scored, ref = recipe.rollout.behaviour == "learner", recipe.objective.kl_ref

@@ -68,7 +68,7 @@ def gym_problems(source: str, name: str, split: Split, held_out: int) -> list[Pr
             questions.add(question)
     if not problems:
         raise UserError(
-            f"{source}: none of {size * TRIES:,} generated questions is for the {split} split; raise its `size`"
+            f"{source}: none of {size * TRIES:,} generated questions is for the {split} split; raise the `size` in it"
         )
     return problems
 

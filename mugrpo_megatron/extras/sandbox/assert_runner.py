@@ -1,4 +1,4 @@
-"""Executes a row's test code in a jail of its own, in which the program's functions are stand-ins.
+"""Executes a row's test code in a jail of its own, in which stand-ins replace the program's functions.
 
 A stand-in sends each call to the jail of the program and returns the answer. So the program never sees the tests, and
 what it replaces (`print`, `abs`, `__eq__`) does not affect them. Tests pass if they raise nothing, if an assertion was
@@ -30,7 +30,7 @@ MODULE = object()
 
 
 class ProgramError(Exception):
-    """Any exception of the program that is not a builtin one."""
+    """Raised for an exception of the program that is no builtin one, and for StopIteration and StopAsyncIteration."""
 
 
 class Program:
@@ -38,7 +38,8 @@ class Program:
         self._answers, self._requests = answers, requests
 
     def ask(self, what: str, **details: Any) -> Any:
-        """Send a request and return its answer; raises the program's exception, if it is a builtin one."""
+        """Send a request and return its answer. If the program raised an exception, raise the same builtin one, or else
+        ProgramError."""
         self._requests.write(json.dumps({"do": what, **details}) + "\n")
         self._requests.flush()
         line = self._answers.readline()
@@ -48,7 +49,7 @@ class Program:
         if "error" in answer:
             kind: Any = getattr(builtins, str(answer["error"]), None)
             known = isinstance(kind, type) and issubclass(kind, Exception)
-            # These exceptions would end loops in the tests.
+            # StopIteration and StopAsyncIteration would end loops of the tests without a sign.
             if not known or issubclass(kind, StopIteration | StopAsyncIteration):
                 kind = ProgramError
             raise kind(answer["text"])

@@ -126,7 +126,8 @@ def _maps(user: int) -> bool:
 
 
 def _counts_by_namespace() -> bool:
-    """Whether the kernel counts a user's processes in each user namespace; before 5.14 it counted all of them."""
+    """Whether RLIMIT_NPROC counts only the user's processes in this user namespace; before Linux 5.14 it counted
+    those in all namespaces."""
     major, minor = os.uname().release.split(".")[:2]
     return (int(major), int("".join(filter(str.isdigit, minor)))) >= (5, 14)
 
@@ -184,7 +185,7 @@ def _place(channels: Mapping[int, int], error_pipe: int) -> int:
 
 def _libraries() -> list[str]:
     """Paths that the interpreter reads: its own library and the system's."""
-    # Without links, as PYTHON is: sys.base_prefix may name a link to the newest version's folder.
+    # Links are resolved, as in PYTHON: sys.base_prefix may name a link to the newest version's folder.
     interpreter = [os.path.join(os.path.realpath(sys.base_prefix), name) for name in ("lib", "lib64")]
     system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache"]
     return [path for path in dict.fromkeys([*system, *interpreter]) if os.path.exists(path)]
@@ -272,7 +273,8 @@ def _mounts(root: str) -> list[tuple[str, int]]:
 
 
 def _times(status: int) -> int:
-    """Flags of access times: statvfs(3) has the numbers of mount(2) for the first two, and another for relatime."""
+    """mount(2)'s flags for the access times in `status`, the flags of statvfs(3). The two calls have the same numbers
+    for noatime and nodiratime, and different ones for relatime."""
     return status & (os.ST_NOATIME | os.ST_NODIRATIME) | (1 << 21 if status & os.ST_RELATIME else 0)
 
 

@@ -31,7 +31,7 @@ Measure = Callable[[Sequence[Sample], float], Values]
 
 @dataclass
 class HeldGroups:
-    """Groups of one server that wait until the learner has looked at some of them."""
+    """Groups of one server that wait until the learner has checked some of them."""
 
     groups: list[SampledGroup] = field(default_factory=list)
     since: float = field(default_factory=time.monotonic)

@@ -54,7 +54,7 @@ class Connection:
         key = os.environ.get(KEY)
         local = is_loopback(urlsplit(url).hostname or "")
         limits = httpx.Limits(max_connections=most_requests + 1, max_keepalive_connections=most_requests + 1)
-        # A proxy of the environment is for other machines; httpx reads it only without a transport of ours.
+        # The environment's proxies are for other machines alone; httpx uses them only if it is given no transport.
         proxied = not local and bool(getproxies())
         transport = None if proxied else httpx.AsyncHTTPTransport(limits=limits, socket_options=DEAD_PEER)
         # No compression: a small body could otherwise unpack to any size. No redirect: it could lead the key elsewhere.
@@ -112,8 +112,8 @@ class Connection:
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
             if "CERTIFICATE_VERIFY_FAILED" in str(error):
                 raise ServerRefusal(
-                    f"{self.url}: its certificate is not trusted here ({_first_line(error)}); name its authority's "
-                    "file in SSL_CERT_FILE"
+                    f"{self.url}: its certificate is not trusted here ({_first_line(error)}); name the file of its "
+                    "certificate authority in SSL_CERT_FILE"
                 ) from None
             raise ServerTrouble(f"{self.url}{path}: {_first_line(error)}") from None
 
@@ -123,8 +123,8 @@ class Connection:
         if status in TEMPORARY:
             raise ServerTrouble(f"{self.url}{path}: {status}{_reason(body)}")
         if status in (401, 403):
-            given = "the key of" if os.environ.get(KEY) else "no key: set"
-            raise ServerRefusal(f"{self.url} refuses ({status}) {given} {KEY}")
+            given = f"with the key of {KEY}: correct it" if os.environ.get(KEY) else f"without a key: set {KEY}"
+            raise ServerRefusal(f"{self.url} refuses a request ({status}) {given}")
         if status != 200:
             raise ServerRefusal(f"{self.url}{path}: {status}{_reason(body)}")
         try:

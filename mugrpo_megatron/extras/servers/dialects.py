@@ -4,8 +4,8 @@
     vllm, openai  POST /v1/completions    vLLM's own server (entrypoints/openai/completion/protocol.py), and every
                                           other that returns the same fields
 
-Every setting that changes what is sampled is sent, since both servers read the model's generation_config.json for
-those that are not.
+A request has every setting that changes what is sampled, since SGLang and vLLM take a setting that it lacks from the
+model's generation_config.json.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def request_of(dialect: Dialect, model: str, prompt: Prompt, n: int, sampling: S
         "top_k": sampling.top_k,
         "include_stop_str_in_output": True,
         "add_special_tokens": False,
-        # Asks for the sampled token's log-probability alone: vLLM calls that 0, OpenAI's protocol 1.
+        # With 0, vLLM returns the sampled token's log-probability alone. Other servers may return none then; with 1
+        # they may add that of the likeliest token, which is not read.
         "logprobs": 0 if dialect == "vllm" else 1,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,

@@ -80,7 +80,7 @@ def request_for(
         sampling.stop,
         cursor.updates,
     )
-    # Twice the prompts that a server decodes together, so that it always has a request that waits.
+    # Twice the prompts that a server decodes together, so that another request waits there whenever one ends.
     concurrency = max(1, 2 * recipe.engine.max_running_requests // rollout.responses_per_prompt)
     return StageRequest(name, sampling, asked, recipe.data.max_prompt_tokens, concurrency, options.timeout_s)
 

@@ -44,7 +44,7 @@ def server_options(urls: Sequence[str], timeout_s: float, patience_s: float) -> 
     """The options of a command line; UserError for an address or a number that cannot be used."""
     for name, seconds in (("timeout", timeout_s), ("patience", patience_s)):
         if not (math.isfinite(seconds) and seconds > 0):
-            raise UserError(f"--{name} {seconds:g}: give seconds above 0")
+            raise UserError(f"--{name} {seconds:g}: give a finite number of seconds above 0")
     options = ServerOptions(tuple(urls), timeout_s, patience_s)
     options.urls()  # reports a mistake in an address before anything slow starts
     return options

@@ -25,7 +25,7 @@ from mugrpo_megatron.samples import Prompt
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 JOIN_S = 5.0
-"""Time between two looks for new servers."""
+"""Seconds between two looks for new servers."""
 UNREAD = 4
 """Most answers of a server that may wait for the caller, as a multiple of `StageRequest.concurrency`."""
 

@@ -82,7 +82,7 @@ def check_sweep(sweep: Sweep) -> tuple[Sweep, Origin]:
 
 
 def claim_out(sweep: Sweep, origin: Origin) -> None:
-    """Make the sweep's directory, and write down there which stage the sweep is on."""
+    """Make the sweep's directory, and record in it the run and the stage that all cells are branches of."""
     make_directory(sweep.out, f"--out {sweep.out}")
     refuse_linked_folders(sweep.out, ["logs", *(cell.name for cell in sweep.cells)])
     write_json(sweep.out / MARK, {"run": origin.run, "stage": origin.stage, "of": str(sweep.source.resolve())})
@@ -95,9 +95,9 @@ def states(sweep: Sweep) -> str:
     unfinished = sum(state != "finished" for state in states.values())
     ran = [read_run(sweep.directory(cell).path).seconds for cell in sweep.cells if states[cell.name] == "finished"]
     if ran:
-        rest = f"about {duration(unfinished * statistics.median(ran))}, as the finished ones"
+        rest = f"about {duration(unfinished * statistics.median(ran))}, judged by the finished cells"
     elif seconds := _source_seconds(sweep):
-        rest = f"about {duration(unfinished * seconds)} and their evaluations, as that stage of {sweep.source}"
+        rest = f"about {duration(unfinished * seconds)} without evaluations, judged by the same stage in {sweep.source}"
     else:
         rest = "a time that is not known yet"
     done = len(states) - unfinished
@@ -135,7 +135,10 @@ def _check_out(sweep: Sweep, origin: Origin) -> None:
 
 
 def _check_evaluation(sweep: Sweep, cell: Cell) -> None:
-    """Raise UserError for a finished cell with another `[eval]`, since its figures would not compare."""
+    """Raise UserError for a finished cell that was evaluated with another `[eval]` than its recipe has now.
+
+    Its figures would not compare with those of the other cells.
+    """
     recipe_file = sweep.directory(cell).recipe
     if sweep.finished(cell) and load_recipe(recipe_file).eval != cell.recipe.eval:
         raise UserError(

@@ -89,13 +89,13 @@ def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
     several = {key for key, values in grid.axes.items() if len(values) > 1} | {
         key for settings in grid.extra for key in settings
     }
+    if "run.dir" in {*grid.common, *several}:
+        raise UserError("run.dir: each cell has its own, inside the directory of --out; leave it out")
     if wrong := sorted(key for key in several if Recipe.changes_of(key) != "method"):
         raise UserError(
-            f"{wrong[0]} cannot differ between the cells of a sweep, which differ in what is done with the stage's "
-            f"responses: {', '.join(_varied())}; one value of any other key holds for all of them"
+            f"{wrong[0]} cannot differ between the cells, which all train on the same stage's responses; give it one "
+            f"value outside [[cells]]; cells may differ in {', '.join(_varied())}"
         )
-    if "run.dir" in grid.common:
-        raise UserError("run.dir: each cell has its own, inside the directory of --out; leave it out")
     count = math.prod(map(len, grid.axes.values())) * bool(grid.axes) + len(grid.extra)
     if count > MOST_CELLS:
         raise UserError(f"the grid has {count:,} cells, more than {MOST_CELLS:,}; sweep a part of it")

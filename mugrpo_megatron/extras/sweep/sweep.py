@@ -111,7 +111,8 @@ def _optimize_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> None:
 
 
 def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
-    """Copy the source run's evaluation at the stage's start to the cell's log, if the cell evaluates in that way."""
+    """Copy the source run's evaluation at the stage's start to the cell's log, if both have the same `[eval]`, `[data]`
+    and `[reward]`."""
     source = load_recipe(RunDirectory(sweep.source).recipe)
     recipe = run.recipe
     if (source.eval, source.data, source.reward) != (recipe.eval, recipe.data, recipe.reward):
@@ -122,7 +123,7 @@ def _take_over_evaluation(run: Run, sweep: Sweep, cursor: Cursor) -> None:
     log = sweep.source / FILE_NAME
     for row in reversed(read_rows(log)) if log.exists() else ():
         if row["kind"] == "eval" and row["update"] == updates:
-            run.log.event("evaluation", f"the one of the stage's start is that of {sweep.source}")
+            run.log.event("evaluation", f"that of the stage's start is copied from {sweep.source}")
             known_keys = ("kind", "not_finite", *ROW_KEYS["eval"])
             figures = {key: value for key, value in row.items() if key not in known_keys and value is not None}
             run.log.evaluation(cursor.stage, updates, 0, figures)

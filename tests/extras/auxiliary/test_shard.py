@@ -77,7 +77,7 @@ def test_a_shard_leaves_the_stage_to_the_run_that_scores_it(
     monkeypatch.setattr("mugrpo_megatron.run.directory.LOCK_WAIT_S", 0.0)
     with file_lock(run.directory.stage_lock(0)):
         shard_of(run, 0, 1).score()
-        assert shard_of(run, 0, 1).merge() == "what they are computing"
+        assert shard_of(run, 0, 1).merge() == "what other processes are computing now"
     assert answers.starts == 0
     assert run.said == ["the run itself has stage 0 scored by its auxiliary models"]
 

@@ -109,7 +109,7 @@ def test_runs_on_other_terms_are_warned_of(tmp_path: Path) -> None:
     assert "The runs differ in their training data (data.train): their curves do not compare one to one." in html
     assert "The runs differ in their reward (reward.timeout_s)" in html
     fewer = replace(same[0], evals=[{**row, "problems/arithmetic": 9} for row in same[0].evals])
-    assert "evaluated on other problems" in comparison([fewer, same[1]])
+    assert "evaluated on different problems" in comparison([fewer, same[1]])
 
 
 def test_runs_whose_files_were_edited_between_them_are_warned_of(tmp_path: Path) -> None:

@@ -89,6 +89,7 @@ def test_a_key_is_used_or_named_or_refused(name: str, value: Any) -> None:
         ("stream", False, "yes"),
         ("stop", ["a"], ["a" * (STOP_CHARS + 1)]),
         ("max_tokens", 5, True),
+        ("max_completion_tokens", 5, "9"),
         ("chat_template_kwargs", {"a": 1}, [1]),
     ],
 )

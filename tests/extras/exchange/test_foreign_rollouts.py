@@ -119,7 +119,10 @@ def test_a_number_that_fits_is_finite_as_float32(value: float) -> None:
         ([IDS, IDS | {"loss_mask": [1, 1, 1]}], "only some rows have loss_mask"),
         ([IDS, IDS, IDS | {"prompt": "2"}], r"rollouts\.jsonl:3 has 1 responses and that of .*:1 has 2"),
         ([IDS | {"group": 1}, IDS | {"group": 1, "prompt": "2"}], "different prompts"),
-        ([{"prompt": "1", "completion": [{"role": "tool", "content": "1"}]}], "a chat of several turns"),
+        (
+            [{"prompt": "1", "completion": [{"role": "tool", "content": "1"}]}],
+            "only a list of one message of the assistant",
+        ),
     ],
 )
 def test_what_cannot_be_taken_is_said_with_its_line(rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_the_stage_holds_the_file(model: Path, tmp_path: Path) -> None:
         ({"rollout": {"behaviour": "engine"}}, "no logprobs.*; what fits: --set rollout.behaviour=learner$"),
         (
             {"rollout": {"prompts_per_update": 16, "responses_per_prompt": 2}, "schedule": {"updates_per_stage": 5}},
-            "prompts_per_update = 16 groups does not divide them, one of 1, 2, 4, 8 does; what fits: "
+            "prompts_per_update = 16 does not divide the number of groups, each of 1, 2, 4, 8 does; what fits: "
             "--set rollout.prompts_per_update=8 --set rollout.responses_per_prompt=4 --set schedule.updates_per_stage=1",  # noqa: E501
         ),
         ({"rollout": {"max_response_tokens": 1}}, "what fits: --set rollout.max_response_tokens=2$"),

@@ -252,11 +252,11 @@ def test_a_reply_that_drips_ends_with_the_timeout() -> None:
 
 def test_the_key_is_sent_and_a_wrong_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Fake(key="secret")) as fake:
-        refuses("no key: set MUGRPO_SERVER_KEY", answered, [fake], 1)
+        refuses("without a key: set MUGRPO_SERVER_KEY", answered, [fake], 1)
         monkeypatch.setenv("MUGRPO_SERVER_KEY", "secret")
         assert answered([fake], 3)[0]
         monkeypatch.setenv("MUGRPO_SERVER_KEY", "guess")
-        refuses("refuses .401. the key of MUGRPO_SERVER_KEY", answered, [fake], 1)
+        refuses("refuses a request .401. with the key of MUGRPO_SERVER_KEY", answered, [fake], 1)
 
 
 def test_a_server_has_a_limited_number_of_requests_at_a_time() -> None:
