@@ -73,9 +73,14 @@ def test_sockets_fit_below_the_folder_for_temporary_files(
 
 def test_the_processes_of_a_group_are_found_without_reading_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine has thousands of processes, whose names and states are files of /proc."""
-    asked = []
+    asked: list[int] = []
     real = psutil.Process
-    monkeypatch.setattr(psutil, "Process", lambda *number: asked.extend(number) or real(*number))
+
+    def process_of(*number: int) -> psutil.Process:
+        asked.extend(number)
+        return real(*number)
+
+    monkeypatch.setattr(psutil, "Process", process_of)
     assert len(psutil.pids()) > 1
     states = list(process._group_states(os.getpgid(0)))
     assert any(f"({os.getpid()}) " in state for state in states)

@@ -117,8 +117,8 @@ class Agent:
                 return _cut_result(directory / OUTPUT, code)
             if code:
                 died = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                error = _tail(directory / ERRORS)[0].rpartition("\n")[2][-ERROR_CHARS:]
-                raise ProgramFailure(f"the program {died}" + (f": {error}" if error else ""))
+                said = _tail(directory / ERRORS)[0].rpartition("\n")[2][-ERROR_CHARS:]
+                raise ProgramFailure(f"the program {died}" + (f": {said}" if said else ""))
             return _result(directory / OUTPUT)
         finally:
             del self._endpoint.sessions[session.id]

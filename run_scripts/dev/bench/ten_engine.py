@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -121,7 +121,7 @@ def mismatch(mine: Any, groups: list[Any]) -> float:
 
 
 SYNCS = 30
-SMALL_ENGINE = {"memory_fraction": 0.3, "max_running_requests": 16}
+SMALL_ENGINE: Mapping[str, Any] = {"memory_fraction": 0.3, "max_running_requests": 16}
 
 
 def drift(small: bool) -> Iterator[Row]:

@@ -27,9 +27,12 @@ def test_a_chat_is_tokenized_to_its_end_if_it_fits(words: list[str], longest: in
 
 def test_what_is_behind_the_context_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    monkeypatch.setattr(
-        "mugrpo_megatron.extras.episodes.chat.encode_quoting", lambda text, _: read.append(len(text)) or list(text)
-    )
+
+    def encode(text: str, _: object) -> list[str]:
+        read.append(len(text))
+        return list(text)
+
+    monkeypatch.setattr("mugrpo_megatron.extras.episodes.chat.encode_quoting", encode)
     for begin in ("", " " * 1000):
         read.clear()
         with pytest.raises(TooLong, match="more than 500 tokens"):
