@@ -1,11 +1,13 @@
 # Unpacks what there is of .gpu/ (carry.sh) into ~/site, once, and sets this shell's environment. Source it in the
-# checkout's root.
+# checkout's root. Transformer Engine goes to ~/te, where only ten_te.py looks: Megatron imports it where it finds it, and
+# fails while its torch extension is missing.
 site=$HOME/site
-mkdir -p "$site"
+mkdir -p "$site" ~/te
 for part in learner engine te; do
-  archive=.gpu/$part/site.tar.xz
+  archive=.gpu/$part/site.tar.xz folder=$site
+  [ "$part" != te ] || folder=$HOME/te
   if [ -f "$archive" ] && [ ! -f "$site/.$part" ]; then
-    tar xJf "$archive" -C "$site" || python3 -m tarfile -e "$archive" "$site" || exit
+    tar xJf "$archive" -C "$folder" || python3 -m tarfile -e "$archive" "$folder" || exit
     if [ -d ".gpu/$part/tvm-ffi" ]; then
       { mkdir -p ~/.cache/tvm-ffi && cp -r ".gpu/$part/tvm-ffi/." ~/.cache/tvm-ffi/; } || true # else compiled again
     fi

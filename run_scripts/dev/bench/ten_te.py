@@ -17,7 +17,7 @@ from pathlib import Path
 from run_scripts.dev.bench.ten_learner import Row, learner_of, seconds, update_row
 
 SOURCES = Path(".gpu/te")
-SITE = Path.home() / "site"
+SITE = Path.home() / "te"
 """Folder into which carried.sh installs."""
 
 
@@ -25,6 +25,8 @@ def transformer_engine(small: bool) -> Iterator[Row]:
     """Yield the seconds of the compilation, the tests' verdict on its layers, and updates at 1.5B with and without
     them."""
     yield build()
+    sys.path.insert(0, str(SITE))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])])
     tests = ["-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/gpu/test_learner.py"]
     done = subprocess.run(
         [sys.executable, *tests, "-k", "transformer_engine or fp8"], capture_output=True, text=True, timeout=90
