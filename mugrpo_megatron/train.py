@@ -96,7 +96,7 @@ def evaluate_policy(run: Run, learner: Learner, engines: Engines, cursor: Cursor
 def hand_over(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
     """The engines get the devices and the learner's weights; a device never holds both in full."""
     with run.phase("sync", cursor) as facts:
-        learner.reload()  # from an earlier turn in which an engine failed
+        learner.reload()  # still offloaded if an engine failed after the last hand-over
         expected = expected_logprobs(run, learner, engines)  # of a few texts, once after each start
         learner.offload("optimizer")
         engines.wake("weights")

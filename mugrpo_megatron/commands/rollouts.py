@@ -321,8 +321,8 @@ def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
     column = LogprobColumn(path, stage_identity(store.content))
     if not column.complete:
         raise UserError(
-            f'{path} is missing: with rollout.behaviour = "learner" `mugrpo optimize` writes it before the first '
-            "update; run that first"
+            f'{path} is missing or incomplete: with rollout.behaviour = "learner" `mugrpo optimize` writes it before '
+            "the first update; run that first"
         )
     return column.read(update)
 

@@ -185,7 +185,8 @@ def use_large_pages(tensor: torch.Tensor) -> None:
 
 
 def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
-    """Whether `decode` supports these tensors: of one type of `DTYPES`, keys and values alike, heads contiguous."""
+    """Whether `decode` supports these tensors: all of one type of `DTYPES`, keys and values contiguous and of one
+    shape, the heads of a query row contiguous."""
     contiguous = query.stride()[1:] == (query.shape[2], 1) and keys.is_contiguous() and values.is_contiguous()
     typed = query.dtype in DTYPES.values() and query.dtype == keys.dtype == values.dtype
     return contiguous and keys.shape == values.shape and typed

@@ -258,7 +258,8 @@ MAX_REASON_CHARS = 200
 
 @contextmanager
 def unreadable_as_user_error(path: Path, what: str) -> Iterator[None]:
-    """Turn any error in the block into UserError: "`path` is not `what`", with the reason."""
+    """Turn an error in the block into UserError: "`path` is not `what`", with the reason. UserError, MemoryError and
+    requests to stop stay as they are."""
     try:
         yield
     except (UserError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):

@@ -75,7 +75,8 @@ def _is_sentencepiece(content: bytes) -> bool:
     A sentencepiece model is a protobuf that begins with field 1; a tiktoken file has lines of base64 and rank.
     """
     first = content.split(b"\n", 1)[0].split(b" ")
-    # Field 1 of the model is a piece, whose field 1 is its text; a text may begin with an empty line.
+    # Byte 0x0a is the tag of a protobuf's field 1, and a newline too. A sentencepiece model has it at 0 (a piece) and,
+    # after a length, at 2 (the piece's text); at 0 alone it may be the empty first line of a text file.
     return (content[:1] == b"\x0a" and content[2:3] == b"\x0a") or (len(first) == 2 and first[1].isdigit())
 
 

@@ -58,7 +58,8 @@ def objective_loss(learner: Learner, inputs: LossInputs, statistics: UpdateStati
             states_before_targets(model, hidden, batch),
             weight,
             batch.targets,
-            # The micro-batch has packed token ids; its columns are selected here, by the indices of its responses.
+            # The micro-batch has packed token ids. Its advantages, behaviour logprobs etc. are selected here from the
+            # inputs of the whole update, by the indices of its responses.
             inputs.select(batch.responses, len(batch.targets)),
             layout,
             support_ids=batch.support_ids,

@@ -1,7 +1,7 @@
-"""A worker process of the verifier: reads batches of calls from a socket, confirms each, and replies after each call.
+"""A worker process of the verifier: reads batches of calls from a socket, confirms a batch, and replies to each call.
 
-It limits its address space, gives up a call when its alarm rings, and ends (retires) when it uses too much memory. It
-may be killed at any time.
+It limits its address space, gives up a call that has used up its processor time, and ends (retires) when it uses too
+much memory. It may be killed at any time.
 """
 
 from __future__ import annotations

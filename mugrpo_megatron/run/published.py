@@ -83,8 +83,8 @@ def check_logprobs(store: StageStore, rollout: RolloutSection, objective: Object
     needed = rollout.behaviour != "learner" or objective.mismatch != "none"
     if needed and not have_logprobs(store):
         raise UserError(
-            'the responses have no log-probabilities of their own: set rollout.behaviour = "learner" and '
-            'objective.mismatch = "none"'
+            f"{store.directory}: the responses have no log-probabilities of the engine that sampled them; set "
+            'rollout.behaviour = "learner" and objective.mismatch = "none"'
         )
 
 

@@ -77,7 +77,10 @@ class SealedFile:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The run and the weights that generated a stage. Only that run may train on it, and only from these weights."""
+    """The run and the weights that generated a stage.
+
+    Only that run and its branches may train on it: the run from these weights, a branch from these or later ones.
+    """
 
     run: str
     """Id of the run that generated the stage."""

@@ -306,7 +306,7 @@ def fingerprint(directory: Path) -> str:
 
     It covers the names and sizes of the safetensors files, and 64 blocks spread evenly over each file.
     """
-    # Reading some blocks takes milliseconds, and suffices: training changes every tensor, so it changes some blocks.
+    # Reading some blocks takes milliseconds, and suffices: training changes most tensors, so it changes some blocks.
     digest = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         size = path.stat().st_size

@@ -90,7 +90,7 @@ def test_ratios_are_over_the_learners_logprobs_where_the_recipe_says_so(
     model: Path, run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     learner = ["rollout.behaviour=learner"]
-    with pytest.raises(UserError, match=r"behaviour\.parquet is missing: .* writes it before the first update"):
+    with pytest.raises(UserError, match=r"behaviour\.parquet is missing or incomplete: .* before the first update"):
         browse(run_dir, 0, RolloutFilter(vetoed=True), model, learner)
     store = StageStore(run_dir / "stages" / "00000")
     path = run_dir / "stages" / "00000" / "behaviour.parquet"

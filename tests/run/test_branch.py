@@ -144,7 +144,7 @@ def test_a_stage_without_logprobs_needs_the_learner_s(tmp_path: Path) -> None:
         store.seal(UPDATES, PROMPTS)
     learner = "rollout.behaviour=learner"
     for changes in ([], [learner, "objective.mismatch=truncate"]):
-        refuses("no log-probabilities of their own", branch, recipe(tmp_path / "b", *changes), tmp_path / "a", 0)
+        refuses("no log-probabilities of the engine", branch, recipe(tmp_path / "b", *changes), tmp_path / "a", 0)
     branch(recipe(tmp_path / "b", learner), tmp_path / "a", 0)
 
 

@@ -118,7 +118,10 @@ def run_job(
 
 
 def _write_parts(round: Round, led: LedEngine, store: StageStore, job: Job, width: int) -> set[int]:
-    """Take updates of `width` samples from the round, write each one's part, and return their numbers."""
+    """Have the engine answer for those updates of the stage that it takes from the round, `width` samples each.
+
+    Writes an update's part of the column once all its answers are there; returns the numbers of these updates.
+    """
     written: set[int] = set()
     with job.workers():
         for answers in _completed_updates(round, store, job, width):

@@ -92,8 +92,9 @@ def linear_layer_bytes(
     assert sizes is not None
     stream, width = tokens / (tp if layout.sequence else 1), architecture.letters["H"]
     channels, values, heads = sizes.channels / tp, sizes.values / tp, sizes.value_heads / tp
-    # Numbers that a head keeps for a token: keys, queries and their products with decays; five matrices of a chunk;
-    # solution, update and states.
+    # Numbers that a head keeps for a token: about nine vectors of a key's size (keys, queries and their products with
+    # decays), a row in each of five matrices [CHUNK, CHUNK], the solution of the triangular system (a key and a value)
+    # and the update (a value), its share of the one state of a chunk, and about eight scalars.
     of_head = 9 * sizes.key + 5 * CHUNK + sizes.key + 2 * sizes.value + sizes.key * sizes.value / CHUNK + 8
     mixing = tokens * (3 * b * channels + FLOAT * heads * of_head)
     projected = tokens * b * (channels + values + 2 * heads)

@@ -22,7 +22,7 @@ PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319,
 
 def scoring_seconds(responses: int, case: PlanCase) -> float:
     """Seconds in which the verifiers score `responses` responses in all. Each engine leader has a verifier, of
-    `reward.workers` processes or, if that is 0, of one for each two cores."""
+    `reward.workers` processes, at most one a core; if that is 0, of one for each two cores."""
     engines = engines_of(case.recipe.engine, case.cluster)
     cores = case.assumptions.cores * case.cluster.world / engines
     workers = min(case.recipe.reward.workers, cores) or max(1, int(cores // 2))

@@ -1,1 +1,1 @@
-"""Runs a program that a model wrote: in its own namespaces, under limits, without network and without files."""
+"""Runs a program that a model wrote, under limits. The sandbox `namespaces` also takes network and files from it."""

@@ -43,8 +43,9 @@ def train_with_servers(recipe: Recipe, problems: Problems | None, options: Serve
     check_servers(recipe)
     if recipe.auxiliary.by_name:
         raise UserError(
-            "auxiliary: a teacher or a judge runs in an engine on this machine, and `--server` starts none; run "
-            "`mugrpo generate --server` and `mugrpo generate --engine-only` in turn"
+            "auxiliary: a teacher or a judge runs in an engine on this machine, and `mugrpo train --server` starts "
+            "none; for each stage run `mugrpo generate --server`, `mugrpo seal`, `mugrpo generate --engine-only`, "
+            "which lets them score the stage, and `mugrpo optimize`"
         )
     prepared = None
     if problems:
