@@ -22,9 +22,14 @@ SHARED_MEMORY = "shared-memory"
 removed with the directory."""
 OF_LIBRARIES = re.compile(r"/dev/shm/(?:(?:torch|sgl_shm|sglang|psm)_|sem\.mp-)[\w.-]+")
 """Matches the paths in /dev/shm of torch, SGLang and multiprocessing. No other path is removed."""
+MANAGER = "manager"
+"""File in a scratch directory with the path of the socket of its owner's manager of shared memory (torch's). The
+manager removes the socket with its folder; a manager whose socket is gone would end with an error."""
+OF_MANAGERS = re.compile(r"/.+/torch-shm-dir-\w+/manager\.sock")
+"""Matches the path of such a socket."""
 WITH_SHARED_MEMORY = ("engine", "weights")
-"""Kinds of scratch directories whose file SHARED_MEMORY is obeyed, since no program of a user or a model runs in these
-directories."""
+"""Kinds of scratch directories whose files SHARED_MEMORY and MANAGER are obeyed, since no program of a user or a model
+runs in these directories."""
 SOCKET_PATH = 107
 """Most bytes of a socket's path on Linux (unix(7))."""
 SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
@@ -79,18 +84,32 @@ def _remove_if_abandoned(path: Path) -> None:
         if os.fstat(directory).st_uid != os.geteuid() or not (path / MARK).is_file():
             return
         fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remove_socket_of_manager(path)
         _remove_with_shared_memory(path)
     finally:
         os.close(directory)
 
 
+def _remove_socket_of_manager(path: Path) -> None:
+    with suppress(OSError):  # its owner had no manager, or the manager has removed the socket
+        name = (path / MANAGER).read_text(encoding="utf-8")
+        if _may_name_others(path) and OF_MANAGERS.fullmatch(name) and (socket := Path(name)).is_socket():
+            socket.unlink()
+            socket.parent.rmdir()
+
+
 def _remove_with_shared_memory(path: Path) -> None:
-    if path.name.startswith(tuple(f"{PREFIX}{kind}-" for kind in WITH_SHARED_MEMORY)):
+    if _may_name_others(path):
         with suppress(OSError):  # its owner has shared no memory, so there is no list
             for name in (path / SHARED_MEMORY).read_text(encoding="utf-8").splitlines():
                 if OF_LIBRARIES.fullmatch(name):
                     Path(name).unlink(missing_ok=True)
     remove_tree(path)
+
+
+def _may_name_others(path: Path) -> bool:
+    """Whether a scratch directory is of a kind that may name files elsewhere to be removed with it."""
+    return path.name.startswith(tuple(f"{PREFIX}{kind}-" for kind in WITH_SHARED_MEMORY))
 
 
 def remove_tree(directory: str | Path) -> None:

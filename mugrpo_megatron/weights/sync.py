@@ -32,8 +32,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from mugrpo_megatron.errors import EngineFailure, UserError
+from mugrpo_megatron.files.scratch import MANAGER, SHORT_DIRECTORIES, SOCKET_PATH, Scratch
 from mugrpo_megatron.files.scratch import SHARED_MEMORY as NAMES
-from mugrpo_megatron.files.scratch import SHORT_DIRECTORIES, SOCKET_PATH, Scratch
 from mugrpo_megatron.observe.environment import SHARED_MEMORY, SHARED_MEMORY_REMEDY
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.buckets import (
@@ -46,7 +46,7 @@ from mugrpo_megatron.weights.buckets import (
     quantised_bucket,
 )
 
-MANAGER_SOCKET = "/mugrpo-weights-xxxxxxxx/torch-shm-dir-XXXXXX/manager.sock"
+MANAGER_SOCKET = "/torch-shm-dir-XXXXXX/manager.sock"
 """Path, below TMPDIR, of the socket of torch's manager of shared memory (torch/lib/libshm/manager.cpp)."""
 
 
@@ -145,23 +145,25 @@ def share_memory_by_name() -> None:
 
 @cache
 def _sharing_folder() -> Path:
-    """Start this process's manager of shared memory, with its socket in a folder whose path is short enough for one.
+    """Start torch's manager of this process's shared memory, and make a folder with the names of what it manages.
 
-    The manager removes shared memory once this process is dead. If both are killed together, as by a job scheduler, a
-    later start of a process removes the shared memory, by the names that the folder has.
+    The manager's socket gets a short enough path. Seconds after this process is dead the manager removes shared memory
+    and socket. If both are killed together, as by a job scheduler, a later start removes what the folder names.
     """
     fits = len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH
     parent = None if fits else next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
     folder = Scratch("weights", parent=parent)
     Finalize(None, folder.remove, exitpriority=0)  # unlike atexit's functions not in forks, and at the end of a child
     given = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = str(folder.path)
+    os.environ["TMPDIR"] = parent or tempfile.gettempdir()
     try:
-        torch.empty(1).share_memory_()
+        socket, *_ = torch.empty(1).share_memory_().untyped_storage()._share_filename_cpu_()
     finally:
         os.environ.pop("TMPDIR")
         if given is not None:
             os.environ["TMPDIR"] = given
+    with suppress(OSError):  # as in `_note_shared`
+        (folder.path / MANAGER).write_bytes(socket)
     return folder.path
 
 

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from mugrpo_megatron.files.scratch import MARK, SHARED_MEMORY, Scratch, remove_abandoned
+from mugrpo_megatron.files.scratch import MANAGER, MARK, SHARED_MEMORY, Scratch, remove_abandoned
 
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory in which a socket's path is short enough."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
 
 
 def test_it_is_removed_at_the_end_and_only_its_user_can_read_it(temporary: Path) -> None:
@@ -63,6 +72,28 @@ def test_shared_memory_goes_with_the_folder_that_names_it(temporary: Path, kind:
     finally:
         for path in (*mine, *others):
             path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "stays"),
+    [("weights", "torch-shm-dir-x", False), ("program", "torch-shm-dir-x", True), ("weights", "mine", True)],
+)
+def test_only_a_later_start_removes_the_socket_of_a_manager(kind: str, name: str, stays: bool, short: Path) -> None:
+    """At its owner's own end the manager removes it, and a manager whose socket is gone ends with an error."""
+    folder = short / name
+    folder.mkdir()
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind(str(folder / "manager.sock"))
+    for _ in range(2):
+        scratch = Scratch(kind, parent=str(short))
+        (scratch.path / MANAGER).write_text(str(folder / "manager.sock"), encoding="utf-8")
+        scratch.remove()
+        assert (folder / "manager.sock").is_socket()
+    scratch = Scratch(kind, parent=str(short))
+    (scratch.path / MANAGER).write_text(str(folder / "manager.sock"), encoding="utf-8")
+    os.close(scratch._lock)  # as the kernel does when the owner dies
+    remove_abandoned(short)
+    assert [path.name for path in short.iterdir()] == [name] * stays
 
 
 @pytest.mark.process
