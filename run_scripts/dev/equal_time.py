@@ -18,7 +18,7 @@ from mugrpo_megatron.evaluation.estimators import mean_interval
 from mugrpo_megatron.extras.comparison.equal_time import Curve, difference
 from run_scripts.dev.part_eight.cells import load_grid, tuned_rate
 from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, read_rows
-from run_scripts.dev.study import STUDY, interval, with_cells
+from run_scripts.dev.study import FEWEST, STUDY, interval, with_cells
 from run_scripts.dev.svg import LIGHT, plain_axes, write_svg
 
 PAGE, PICTURE = STUDY / "equal-time.md", STUDY / "equal-time.svg"
@@ -145,7 +145,7 @@ def eight() -> Mapping[str, tuple[str, int, Curves, Curves]]:
     return {
         name: (grid.ways[name].title, grid.ways[name].mu, own, grpo)
         for name, own in found.items()
-        if name != "grpo_4" and len(own.keys() & grpo.keys()) > 1
+        if name != "grpo_4" and len(own.keys() & grpo.keys()) >= FEWEST
     }
 
 

@@ -17,6 +17,8 @@ from run_scripts.dev.svg import LIGHT, plain_axes
 STUDY = Path(__file__).parents[2] / "docs/study"
 MARKS = "<!-- cells -->", "<!-- /cells -->"
 """Around what a script writes into a page."""
+FEWEST = 3
+"""Fewest seeds whose mean part eight shows: an interval over two is wider than any difference of interest."""
 
 
 def with_table(page: str, text: str) -> str:

@@ -13,7 +13,7 @@ from statistics import fmean
 
 from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, load_grid, tuned_rate
 from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, mean_of_last_quarter, read_rows
-from run_scripts.dev.study import STUDY, holm, interval, sign_flip, with_cells
+from run_scripts.dev.study import FEWEST, STUDY, holm, interval, sign_flip, with_cells
 
 PAGE, LARGE = STUDY / "part-eight.md", STUDY / "eight_large"
 GRPO = "grpo_4"
@@ -90,18 +90,18 @@ def rates_table(results: Results) -> str:
 
 
 def tests_table(results: Results) -> str:
-    """Test cells of every way that has at least two, beside GRPO's of the same warm starts."""
+    """Test cells of every way that has enough of them, beside GRPO's of the same warm starts."""
     lines = [
         "| Way | Rate, 10⁻⁵ | Seeds | A(256), % | Points above GRPO, equal updates | k | equal time |",
         "| --- | --: | --: | --: | --: | --: | --: |",
     ]
     for name, way in results.grid.ways.items():
         own = results.tests(name)
-        if len(own) < 2:
+        if len(own) < FEWEST:
             continue
         rate = tuned_rate(results.grid, results.ends, name)[1] or 0.0
         end = fmean(mean_of_last_quarter(curve, results.grid.updates) for curve in own.values())
-        paired = name != GRPO and len(results.gaps(name, GRPO)) > 1
+        paired = name != GRPO and len(results.gaps(name, GRPO)) >= FEWEST
         equal = interval(results.gaps(name, GRPO)) if paired else "–"
         timed = f"{way.k:.3f} | {interval(results.gaps(name, GRPO, way.k))}" if paired and way.k > 1 else "– | –"
         lines.append(f"| {way.title} | {1e5 * rate:g} | {len(own)} | {100 * end:.1f} | {equal} | {timed} |")
@@ -111,11 +111,11 @@ def tests_table(results: Results) -> str:
 def claims(results: Results) -> Iterator[Claim]:
     """Claims 12 and 13. Claim 14 needs the rates at µ=16."""
     below = results.gaps(GRPO, "veto_4")
-    if len(below) > 1:
+    if len(below) >= FEWEST:
         text = f"at µ=4 the relaxed clip with the veto ends {interval(below, '')} points below GRPO's clip"
         yield Claim(12, below, text)
     lost = results.gaps("prefix_4", "prefix_64")
-    if len(lost) > 1:
+    if len(lost) >= FEWEST:
         text = f"from µ=4 to µ=64 prefix weights lose {interval(lost, '')} points"
         yield Claim(13, [2 - points for points in lost], text)
 
