@@ -57,8 +57,8 @@ def test_numbers_are_logged_under_their_names() -> None:
     [
         (KeyError("lost"), "failed: KeyError: 'lost'"),
         ([1.0], "returned list, not a mapping"),
-        ({"a/b": 1.0}, "'a/b' is not a name"),
-        ({"ratios": torch.ones(2)}, "ratios is not a number but Tensor"),
+        ({"a/b": 1.0}, "returned the name 'a/b'; a name may have letters"),
+        ({"ratios": torch.ones(2)}, "returned ratios as Tensor; it has to be one number"),
     ],
     ids=str,
 )

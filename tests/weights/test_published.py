@@ -172,7 +172,7 @@ REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     ),
     "a Qwen3 without norms on heads": (qwen3(1024, 3072, 28, 16, 8, use_qk_norm=False), ("use_qk_norm is False",)),
     "a Qwen3-MoE with a shared expert": (moe(shared_expert_intermediate_size=512), ("shared_expert_",)),
-    "a Qwen3-MoE that counts twice": (moe(num_local_experts=64), ("num_local_experts 64 and num_experts 128",)),
+    "a Qwen3-MoE that counts twice": (moe(num_local_experts=64), ("num_local_experts is 64 and num_experts is 128",)),
     "a Llama with windows": (llama(*LLAMA_8B, layer_types=["sliding_attention"] * 32), ("layer_types = ['slid",)),
     "a Llama with pruned heads": (llama(*LLAMA_8B, pruned_heads={"1": [0]}), ("pruned_heads = {'1': [0]}",)),
     "Phi-3.5's long rope on Llama": (llama(*LLAMA_8B, rope_scaling={"type": "longrope"}), ("rope scaling 'longrope'",)),
