@@ -21,6 +21,11 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The error numbers of a write that finds no space; such an error may lack the file's name."""
 
 
+def way_out(error: OSError, otherwise: str) -> str:
+    """What the user can do about an error of the operating system; `otherwise` if that depends on the command."""
+    return REFUSALS.get(error.errno or 0, otherwise)
+
+
 class UserError(Exception):
     """Raised for a mistake that the user can fix; the text says what is wrong, where, and the way out.
 

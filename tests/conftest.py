@@ -78,6 +78,13 @@ def in_checkout(monkeypatch: pytest.MonkeyPatch, _own_directory: None) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory in which a socket's path is short enough."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        yield Path(directory)
+
+
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """The folder of real problem sets beside the checkout; tests that need it skip where it is absent."""

@@ -98,7 +98,7 @@ def _yarn_positions(setup: EngineSetup) -> int:
     if _rope(setup) != "yarn" or not all(isinstance(value, int | float) for value in known):
         return 0
     positions = int(known[0] * known[1])  # type: ignore[operator]  # both are numbers, by the condition above
-    return positions if positions < recipe.data.max_prompt_tokens + recipe.longest_response else 0
+    return positions if positions < recipe.longest_sequence else 0
 
 
 def _other_yarn(setup: EngineSetup) -> str:

@@ -238,7 +238,7 @@ _GOLD_WORDS = (
 """Names of questions and golds in published sets, in small letters and without underscores, and paths to them."""
 
 
-def _hint(row: Mapping[str, Any]) -> str:
+def _hint(row: dict[str, Any]) -> str:
     """Advice on the recipe keys that read this row, if its columns have names of other published sets; else ""."""
     question, gold = _named_like(row, _QUESTION_WORDS), _named_like(row, _GOLD_WORDS)
     if not question or not gold or question == gold:
@@ -246,12 +246,12 @@ def _hint(row: Mapping[str, Any]) -> str:
     return f'; data.question_field = "{question}" with data.answer_field = "{gold}" reads these columns'
 
 
-def _named_like(row: Mapping[str, Any], words: Sequence[str]) -> str:
+def _named_like(row: dict[str, Any], words: Sequence[str]) -> str:
     """The first column or path with one of these names that holds text or a number; empty without any."""
     spelled = {name.lower().replace("_", " ").strip(): name for name in row if isinstance(name, str)}
     for word in words:
         name = spelled.get(word, word)
-        value = field_at(dict(row), name) if has(dict(row), name) else None
+        value = field_at(row, name) if has(row, name) else None
         if isinstance(value, str | int | float) and not isinstance(value, bool):
             return name
     return ""

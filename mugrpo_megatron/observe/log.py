@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mugrpo_megatron.errors import REFUSALS, UserError
+from mugrpo_megatron.errors import UserError, way_out
 from mugrpo_megatron.files.durable import open_nofollow
 from mugrpo_megatron.files.json_text import parse_json
 from mugrpo_megatron.observe.environment import environment, invocation, missing_wandb_error
@@ -33,7 +33,7 @@ def _write_error_as_user_error(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        remedy = REFUSALS.get(error.errno or 0, "correct this and run the same command again")
+        remedy = way_out(error, "correct this and run the same command again")
         reason = error.strerror or error
         raise UserError(f"{path} cannot be written ({reason}); all complete files are kept; {remedy}") from error
 

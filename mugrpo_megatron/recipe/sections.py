@@ -316,6 +316,11 @@ class Recipe(Section):
         held_out = [self.eval.max_tokens, *(section.max_tokens for section in self.eval.sets.values())]
         return max(self.rollout.max_response_tokens, *(tokens or 0 for tokens in held_out))
 
+    @property
+    def longest_sequence(self) -> int:
+        """The most tokens that a prompt with its response may have, in training and in evaluations."""
+        return self.data.max_prompt_tokens + self.longest_response
+
     @model_validator(mode="after")
     def _check_auxiliaries(self) -> Self:
         """Check that each auxiliary model is used by another key, and that each one that a key names exists."""

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mugrpo_megatron.errors import REFUSALS, UserError
+from mugrpo_megatron.errors import UserError, way_out
 from mugrpo_megatron.files.durable import durable_directory, write_content, write_text
 from mugrpo_megatron.files.hf_config import CONFIG, read_config
 from mugrpo_megatron.files.vocabulary import check_carried, check_vocabulary
@@ -155,7 +155,7 @@ def _write(
                 (partial / name).parent.mkdir(exist_ok=True)
                 write_content(partial / name, note)
     except OSError as error:
-        remedy = REFUSALS.get(error.errno or 0, "choose another directory")
+        remedy = way_out(error, "choose another directory")
         raise UserError(f"{out} cannot be written ({error.filename}: {error.strerror}); {remedy}") from None
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mugrpo_megatron.errors import REFUSALS, UserError
+from mugrpo_megatron.errors import UserError, way_out
 from mugrpo_megatron.files.durable import durable_file, write_json
 from mugrpo_megatron.files.json_text import file_inside, read_json
 from mugrpo_megatron.files.tensors import raw_bytes
@@ -60,7 +60,7 @@ class HFCheckpoint:
                 return torch.empty(shape, dtype=dtype)
             mapped = np.memmap(path, np.uint8, mode="c", offset=begin, shape=(math.prod(shape) * dtype.itemsize,))
         except OSError as error:
-            remedy = REFUSALS.get(error.errno or 0, "restore it, or download it again")
+            remedy = way_out(error, "restore it, or download it again")
             raise UserError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
         except (ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -16,8 +17,8 @@ from matplotlib.figure import Figure
 
 from mugrpo_megatron.evaluation.estimators import mean_interval
 from mugrpo_megatron.extras.comparison.equal_time import Curve, difference
-from run_scripts.dev.part_eight.cells import load_grid, tuned_rate
-from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, read_rows
+from run_scripts.dev.part_eight.results import GRPO, read_results
+from run_scripts.dev.part_eight.rows import CELLS, CURVES, read_rows
 from run_scripts.dev.study import FEWEST, STUDY, interval, with_cells
 from run_scripts.dev.svg import LIGHT, plain_axes, write_svg
 
@@ -58,8 +59,8 @@ WAYS = (
     Way(MAIN, "1 stage, veto", 512, ("", "veto", 1e-5), _MAIN),
     Way(MAIN, "8 stages, veto", 64, ("", "eight", 4e-5), _MAIN),
 )
-Curves = Mapping[int, Curve]
-"""Seed -> the cell's curve over updates."""
+Curves = Mapping[Any, Curve]
+"""Seed, in part eight with the warm start, -> the cell's curve over updates."""
 
 
 def curves_of(folder: str, method: str, rate: float) -> Curves:
@@ -82,7 +83,7 @@ def rows_of(folder: str, name: str) -> list[dict[str, str]]:
     return read_rows(STUDY / folder / name)
 
 
-def as_curve(points: Mapping[float, float]) -> Curve:
+def as_curve(points: Mapping[Any, float]) -> Curve:
     at = sorted(points)
     return Curve(np.array(at), np.array([points[update] for update in at]), np.zeros(len(at)))
 
@@ -128,24 +129,16 @@ def table() -> str:
 
 
 def eight() -> Mapping[str, tuple[str, int, Curves, Curves]]:
-    """Way of part eight -> title, µ, its finished test cells at its rate, and GRPO's of the same seeds."""
-    grid = load_grid(STUDY / "eight_large/grid.toml")
-    ends = {cell_of(row): float(row["end"]) for row in rows_of("eight_large", CELLS)}
-    points: dict[tuple[str, float, int], dict[float, float]] = defaultdict(dict)
-    for row in rows_of("eight_large", CURVES):
-        points[row["way"], float(row["rate"]), int(row["seed"])][float(row["update"])] = float(row["accuracy"])
-    found = {}
-    for name in grid.ways:
-        rate = tuned_rate(grid, ends, name)[1]
-        if rate is not None:
-            found[name] = {
-                seed: as_curve(points[name, rate, seed]) for seed in grid.test_seeds if (name, rate, seed) in points
-            }
-    grpo = found.get("grpo_4", {})
+    """Way of part eight -> title, µ, its finished test cells at its rate, and GRPO's of the same warm starts."""
+    results = read_results()
+    curves = {
+        name: {start: as_curve(curve) for start, curve in results.tests(name).items()} for name in results.grid.ways
+    }
+    grpo = curves.pop(GRPO)
     return {
-        name: (grid.ways[name].title, grid.ways[name].mu, own, grpo)
-        for name, own in found.items()
-        if name != "grpo_4" and len(own.keys() & grpo.keys()) >= FEWEST
+        name: (results.grid.ways[name].title, results.grid.ways[name].mu, own, grpo)
+        for name, own in curves.items()
+        if len(own.keys() & grpo.keys()) >= FEWEST
     }
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,6 @@ from mugrpo_megatron.files.scratch import MANAGER, MARK, SHARED_MEMORY, Scratch,
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A directory in which a socket's path is short enough."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        yield Path(directory)
 
 
 def test_it_is_removed_at_the_end_and_only_its_user_can_read_it(temporary: Path) -> None:

@@ -6,8 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,13 +58,6 @@ for flat in flats * 2:
 print("shared", flush=True)
 signal.pause()
 """
-
-
-@pytest.fixture
-def short() -> Iterator[Path]:
-    """A directory in which a socket's path is short enough."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        yield Path(directory)
 
 
 @pytest.mark.process

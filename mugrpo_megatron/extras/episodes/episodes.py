@@ -61,8 +61,8 @@ class Episodes:
         self._recipe, self._engine, self._section = recipe, engine, recipe.episodes
         self._tokenizer = load_tokenizer(recipe.model.directory)
         self._template = template_of(recipe.data)
-        longest = recipe.data.max_prompt_tokens + recipe.longest_response
-        self._chat = Chat(self._tokenizer, self._template, recipe.engine.extra.get("tool_call_parser"), longest)
+        parser = recipe.engine.extra.get("tool_call_parser")
+        self._chat = Chat(self._tokenizer, self._template, parser, recipe.longest_sequence)
         limit = max(1, usable_cores() // 2 // engine.slot.local_engines)
         # The leader removes it, because a worker that is killed leaves its programs' files.
         self._scratch = Scratch("agent")
