@@ -152,7 +152,7 @@ class Kernels:
         return out
 
     def rotate(self, x: torch.Tensor, width: int, cache: torch.Tensor, positions: torch.Tensor) -> None:
-        """Rotate the heads of x [T, heads * width] in place by `cache[positions]`, which is [cos, sin] [width]."""
+        """Rotate the heads of x [T, heads * width] in place by `cache[positions]` [T, width]: cosines, then sines."""
         heads = x.shape[1] // width
         self._functions["rotate", x.dtype](
             *_rows(len(x), heads * width), _p(x), _n(x.stride(0)), _n(heads), _n(width), _p(cache), _p(positions)

@@ -78,10 +78,10 @@ def _marked(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def any_of(texts: Collection[str], depth: int = MOST_BRANCHES) -> str:
-    """A regular expression that matches the longest of `texts` at a place; nothing if there are none.
+    """A regular expression that matches the longest of `texts` at a place; without texts it never matches.
 
-    Texts share what they begin with. A list of alternatives would try each of them at each `<`, and a tokenizer may
-    have a thousand control tokens: a million `<` would take seconds.
+    In it, texts that begin alike share a branch, down to `depth` levels. A plain list of alternatives would try each
+    text at each `<`, and a tokenizer may have a thousand control tokens: a million `<` would take seconds.
     """
     if depth == 0 or not texts:
         return "|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)"

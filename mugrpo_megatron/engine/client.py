@@ -271,7 +271,7 @@ class Engine:
             if self._host is not None:
                 self._send(("close", None), "generate")
                 while self._receive_any(self._section.request_timeout_s, "generate")[0] == "groups":
-                    pass  # the host sent these groups before it read the abort; they are dropped
+                    pass  # the host sent these groups before it read `close`; they are dropped
 
     def submit(self, requests: list[Request]) -> None:
         """Send requests; returns at once."""

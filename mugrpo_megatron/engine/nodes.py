@@ -46,7 +46,10 @@ class PeerFailure:
     _polling: threading.Lock = field(default_factory=threading.Lock)
 
     def cause(self, now: bool = False) -> str:
-        """The first failure of a process; empty if none has failed. It asks at most every `POLL_S`, unless `now`."""
+        """The first failure that a node has published; empty if none has.
+
+        `fetch` is called at most every `POLL_S` seconds, unless `now`, and no more once there is a failure.
+        """
         with self._polling:
             if not self._cause and (now or time.monotonic() >= self._next_poll):
                 self._next_poll = time.monotonic() + POLL_S

@@ -33,7 +33,10 @@ def most_support_ids() -> int:
 
 
 def allow_import_on_cpu() -> None:
-    """Make SGLang's engine importable without its package of kernels, which has no wheel for CPU."""
+    """Make SGLang's engine importable without its package of kernels, which has no wheel for CPU.
+
+    SGLang of the pinned stack imports without it, so nothing happens there.
+    """
     if is_new():
         cpu.name_kernels()
 

@@ -139,8 +139,9 @@ def pack(
 ) -> MicroBatch:
     """Pack the sequences at `indices` into a row of `length` tokens, filled up with padding segments.
 
-    No padding segment is longer than the longest sequence. Under context parallelism the result has only the rows of
-    rank `cp_rank` of `cp_size`, and `length` is a multiple of 2 `cp_size`.
+    No padding segment is longer than the longest sequence. Under context parallelism `length` is a multiple of 2
+    `cp_size`, and the result has the ids and positions of the tokens that rank `cp_rank` holds, beside the targets of
+    the complete responses whose loss this rank computes.
     """
     chosen = [sequences[i] for i in indices]
     lengths = np.array([len(s.ids) for s in chosen], dtype=np.int64)

@@ -200,7 +200,7 @@ class StageStore:
         return self._require_sealed().file
 
     def verify(self) -> None:
-        """Raise UserError unless every byte of the sealed stage has its checksum."""
+        """Read the whole sealed stage; raise UserError if a part of its file does not match the part's checksum."""
         sealed = self._require_sealed()
         self._checked_layout()
         for span in (*sealed.row_groups, *sealed.text_columns):

@@ -153,7 +153,8 @@ def _sharing_folder() -> Path:
     fits = len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH
     parent = None if fits else next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
     folder = Scratch("weights", parent=parent)
-    Finalize(None, folder.remove, exitpriority=0)  # unlike atexit's functions not in forks, and at the end of a child
+    # Not with atexit: that would also run in forks of this process, and not if multiprocessing has started this one.
+    Finalize(None, folder.remove, exitpriority=0)
     given = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = parent or tempfile.gettempdir()
     try:

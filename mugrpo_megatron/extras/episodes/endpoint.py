@@ -323,7 +323,8 @@ def request_of(body: Any, session: Session) -> dict[str, Any]:
 
 
 def _check_settings(body: Mapping[str, Any], sampling: Mapping[str, tuple[float, ...]]) -> None:
-    """Raise Refused for a key that is not known, and for a setting that would change what is sampled or returned."""
+    """Raise Refused for a key that is not known, for a setting that would change what is sampled or returned, and for
+    a value of the wrong type."""
     for name, value in body.items():
         if name in sampling:
             if value not in sampling[name]:

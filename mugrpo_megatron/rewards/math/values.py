@@ -211,7 +211,7 @@ _FUNCTION = r"\\(?:exp|log|ln|sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\\]{0,4}"
 _TOO_LARGE = re.compile(
     r"\^\s*\{?\s*\(?[+-]?[0-9]{5,}"  # an exponent of five digits or more
     r"|\^\s*\{[^{}]*\^\s*\{[^{}]*\^|\^\s*[^{}\s]\s*\^"  # a tower of powers
-    r"|[0-9)}]\s*\^\s*\{?\s*[0-9]+\s*\}?\s*\^"  # a tower of two numbers
+    r"|[0-9)}]\s*\^\s*\{?\s*[0-9]+\s*\}?\s*\^"  # a tower of numbers, as 2^10^3
     r"|\)\s*!|!\s*\)?\s*!|[0-9]{4,}\s*\)?\s*!|\\binom\s*\{\s*[0-9]{4,}"  # factorials of factorials or of large numbers
     r"|[0-9]{400,}"
     rf"|\\exp.{{0,8}}\\exp|(?:{_FUNCTION}){{3}}"  # functions of functions of functions
