@@ -114,7 +114,7 @@ def test_an_end_is_the_mean_of_the_last_quarter(curve: dict[int, float], updates
 
 def test_no_curve_is_extrapolated() -> None:
     for updates in (257, 8):
-        with pytest.raises(ValueError, match="does not say"):
+        with pytest.raises(ValueError, match="do not cover"):
             mean_of_last_quarter({16: 0.1, 256: 0.5}, updates)
 
 
@@ -206,6 +206,49 @@ def test_claims(cost: float, age: float, verdicts: tuple[bool, bool]) -> None:
     lines = results.claim_lines(made_up(GRID.test_seeds, cost, age)).split("\n")
     assert tuple("**shown**" in line for line in lines) == verdicts
     assert ["p = 0.004" in line for line in lines] == list(verdicts)
+
+
+def with_tuning_curves(ran: results.Results, best: str) -> results.Results:
+    """Flat tuning curves at every way's rate, GRPO's at 0.6: those of `best` at 0.62, of other ways at 0.59."""
+    curves = dict(ran.curves)
+    for name in GRID.ways:
+        rate = tuned_rate(GRID, ran.ends, name)[1]
+        assert rate is not None
+        height = 0.6 if name == "grpo_4" else 0.62 if name == best else 0.59
+        own = {(seed, "part seven"): dict.fromkeys(range(0, 257, 32), height) for seed in GRID.tuning_seeds}
+        curves[name, rate] = {**curves.get((name, rate), {}), **own}
+    return replace(ran, curves=curves)
+
+
+@pytest.mark.parametrize("best", ["veto_16", "prefix_64", "decoupled_16", "decoupled_64"])
+def test_claim_14_takes_the_way_that_tuning_chose(best: str) -> None:
+    """Tuning seeds alone choose, at each way's own k; the claim's margins are of test seeds alone."""
+    ran = made_up(GRID.test_seeds, 0.02, 0.0)
+    assert results.chosen(ran) is None
+    tuned = with_tuning_curves(ran, best)
+    assert tuned.merit(best) == pytest.approx(2.0)
+    assert results.chosen(tuned) == best
+    rate = tuned_rate(GRID, tuned.ends, best)[1]
+    assert rate is not None
+    own = {(seed, "warm"): dict.fromkeys(range(0, 257, 32), 0.59 + 0.01 * (seed - 30)) for seed in GRID.test_seeds}
+    curves = {**tuned.curves, (best, rate): {**tuned.curves[best, rate], **own}}
+    [*_, claim] = results.claims(replace(tuned, curves=curves))
+    assert claim.number == 14
+    assert claim.margins == pytest.approx([-1.0] * 8)
+    assert GRID.ways[best].title in claim.found
+
+
+def test_a_way_that_is_not_tuned_is_waited_for() -> None:
+    tuned = with_tuning_curves(made_up(GRID.test_seeds, 0.02, 0.0), "veto_16")
+    rate = tuned_rate(GRID, tuned.ends, "prefix_64")[1]
+    assert rate is not None
+    lacking = {key: curve for key, curve in tuned.curves["prefix_64", rate].items() if key[0] != 101}
+    assert results.chosen(replace(tuned, curves={**tuned.curves, ("prefix_64", rate): lacking})) is None
+
+
+def test_part_sevens_curves_stand_for_the_rates_that_it_found() -> None:
+    ran = results.read_results()
+    assert {"grpo_4", "veto_64", "prefix_64"} == {name for name in results.OF_SEVEN if len(ran.tuning(name)) == 2}
 
 
 def test_no_claim_is_tested_before_its_last_seed() -> None:

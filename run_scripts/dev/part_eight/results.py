@@ -11,12 +11,18 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import fmean
 
-from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, load_grid, tuned_rate
+from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, best_way, load_grid, tuned_rate
 from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, mean_of_last_quarter, read_rows
 from run_scripts.dev.study import FEWEST, STUDY, holm, interval, sign_flip, with_cells
 
-PAGE, LARGE = STUDY / "part-eight.md", STUDY / "eight_large"
+PAGE, LARGE, SEVEN = STUDY / "part-eight.md", STUDY / "eight_large", STUDY / "seven_large"
 GRPO = "grpo_4"
+OF_SEVEN = {GRPO: "grpo", "veto_64": "four_veto", "prefix_64": "four_product"}
+"""The ways whose rate part seven found, and their names in its csv files."""
+MAY_BE_CHOSEN = ("grpo_16", "veto_16", "prefix_16", "grpo_64", "veto_64", "prefix_64")
+"""The ways among which tuning chooses for claim 14; the best of `FORMS` at each µ comes to them."""
+FORMS = ("decoupled", "decoupled_prefix", "decoupled_truncated")
+"""The forms of method (d), without their µ."""
 LEVEL = 0.05
 CurvesOfSeeds = Mapping[tuple[int, str], Mapping[int, float]]
 """(Seed, warm start) -> update -> held-out accuracy as a share."""
@@ -37,6 +43,26 @@ class Results:
         found = self.curves.get((way, rate), {}) if rate is not None else {}
         return {key: curve for key, curve in found.items() if key[0] in self.grid.test_seeds}
 
+    def tuning(self, way: str) -> Mapping[int, Mapping[int, float]]:
+        """Seed -> curve of the way's tuning cells at its rate; none before the rate is known."""
+        rate = tuned_rate(self.grid, self.ends, way)[1]
+        found = self.curves.get((way, rate), {}) if rate is not None else {}
+        return {seed: curve for (seed, _), curve in found.items() if seed in self.grid.tuning_seeds}
+
+    def merit(self, way: str) -> float | None:
+        """The way's mean figure of merit over the tuning seeds, in points: A(U) minus A(U / k) of part seven's GRPO.
+
+        None until every tuning seed has run at the way's rate.
+        """
+        own, grpo = self.tuning(way), self.tuning(GRPO)
+        updates, seeds = self.grid.updates, self.grid.tuning_seeds
+        if len(own) < len(seeds):
+            return None
+        fits = updates / self.grid.ways[way].k
+        return fmean(
+            100 * (mean_of_last_quarter(own[seed], updates) - mean_of_last_quarter(grpo[seed], fits)) for seed in seeds
+        )
+
     def gaps(self, way: str, other: str, speed_up: float = 1.0) -> list[float]:
         """A(U) of the way minus A(U / speed_up) of the other one in points, one for each warm start that both ran."""
         own, others, updates = self.tests(way), self.tests(other), self.grid.updates
@@ -56,7 +82,8 @@ class Claim:
 
 
 def read_results() -> Results:
-    """The results at large headroom. A curve counts when its cell stands in cells.csv."""
+    """The results at large headroom. A curve counts when its cell stands in cells.csv, or when it is a tuning curve of
+    part seven, for the ways of `OF_SEVEN`."""
     cells = read_rows(LARGE / CELLS)
     curves: dict[tuple[str, float], dict[tuple[int, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     finished = {(cell_of(row), row["warm_start"]) for row in cells}
@@ -65,7 +92,13 @@ def read_results() -> Results:
         if (cell, row["warm_start"]) in finished:
             curve = curves[cell.way, cell.rate][cell.seed, row["warm_start"]]
             curve[int(row["update"])] = float(row["accuracy"])
-    return Results(load_grid(LARGE / "grid.toml"), {cell_of(row): float(row["end"]) for row in cells}, curves)
+    grid = load_grid(LARGE / "grid.toml")
+    for row in read_rows(SEVEN / CURVES):
+        for way, name in OF_SEVEN.items():
+            if row["method"] == name and int(row["seed"]) in grid.tuning_seeds:
+                curve = curves[way, float(row["rate"])][int(row["seed"]), "part seven"]
+                curve[int(row["update"])] = float(row["accuracy"])
+    return Results(grid, {cell_of(row): float(row["end"]) for row in cells}, curves)
 
 
 def rates_table(results: Results) -> str:
@@ -108,8 +141,19 @@ def tests_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def chosen(results: Results) -> str | None:
+    """The way of claim 14: the one with the highest mean figure of merit on the tuning seeds; None until every way that
+    may be chosen has been tuned."""
+    form = best_way(results.grid, results.ends, [f"{name}_16" for name in FORMS])
+    if form is None:
+        return None
+    merits = {name: results.merit(name) for name in (*MAY_BE_CHOSEN, form, form.replace("_16", "_64"))}
+    known = {name: merit for name, merit in merits.items() if merit is not None}
+    return max(known, key=lambda name: known[name]) if len(known) == len(merits) else None
+
+
 def claims(results: Results) -> Iterator[Claim]:
-    """Claims 12 and 13. Claim 14 needs the rates at µ=16."""
+    """Yield the claims for which at least three seeds have run."""
     below = results.gaps(GRPO, "veto_4")
     if len(below) >= FEWEST:
         text = f"at µ=4 the relaxed clip with the veto ends {interval(below, '')} points below GRPO's clip"
@@ -118,6 +162,14 @@ def claims(results: Results) -> Iterator[Claim]:
     if len(lost) >= FEWEST:
         text = f"from µ=4 to µ=64 prefix weights lose {interval(lost, '')} points"
         yield Claim(13, [2 - points for points in lost], text)
+    if best := chosen(results):
+        way = results.grid.ways[best]
+        above = results.gaps(best, GRPO, way.k)
+        if len(above) >= FEWEST:
+            text = (
+                f"tuning chose {way.title}, which ends {interval(above)} points above GRPO at equal time (k = {way.k})"
+            )
+            yield Claim(14, above, text)
 
 
 def claim_lines(results: Results) -> str:

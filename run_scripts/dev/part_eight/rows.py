@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mugrpo_megatron.extras.comparison.equal_time import Curve, reached
 from mugrpo_megatron.files.durable import write_text
 from mugrpo_megatron.observe.rundata import RunData, paper_seconds
 from run_scripts.dev.part_eight.cells import Cell
@@ -37,16 +38,12 @@ def mean_of_last_quarter(curve: Mapping[int, float], updates: float) -> float:
     """The accuracy of a run of u updates: the mean over updates [3/4 u, u] of a curve's points, joined by straight
     lines.
 
-    With a constant rate, a run's curve up to u is the curve of a run of u updates.
+    With a constant rate, a run's curve up to u is the curve of a run of u updates. Raises ValueError when the curve
+    does not cover these updates.
     """
-    points = sorted(curve)
-    if not points or updates > points[-1] or 0.75 * updates < points[0]:
-        raise ValueError(f"a curve over {points[:1]} to {points[-1:]} does not say what {updates:g} updates reach")
-    ends = [0.75 * updates, updates]
-    inner = [point for point in points if ends[0] < point < ends[1]]
-    x = [ends[0], *inner, ends[1]]
-    y = np.interp(x, points, [curve[point] for point in points])
-    return float(np.trapezoid(y, x) / (ends[1] - ends[0]))
+    points = np.array(sorted(curve), dtype=float)
+    figures = np.array([curve[point] for point in sorted(curve)])
+    return reached(Curve(points, figures, np.full(len(points), np.nan)), updates).value
 
 
 def cell_row(cell: Cell, run: RunData, task: str, **known: Any) -> dict[str, Any]:
