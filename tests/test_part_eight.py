@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mugrpo_megatron.algorithm.policy_loss import policy_loss
+from mugrpo_megatron.algorithm.surrogates import LOG_RATIO_LIMIT
 from mugrpo_megatron.recipe import ObjectiveSection, load_recipe
 from run_scripts.dev.part_eight import results
 from run_scripts.dev.part_eight.cells import Cell, Grid, best_way, load_grid, settings, tuned_rate, wanted
+from run_scripts.dev.part_eight.explored import below_mean
 from run_scripts.dev.part_eight.rows import add_rows, mean_of_last_quarter, read_rows
 from run_scripts.dev.part_eight.run import BASE
 from run_scripts.dev.study import with_cells
@@ -23,6 +27,7 @@ from tests.algorithm.batches import Batch, batches, random_batch
 from tests.checkout import ROOT
 
 GRID = load_grid(Path(ROOT, "docs/study/eight_large/grid.toml"))
+EXPLORED = load_grid(Path(ROOT, "docs/study/eight_explored/grid.toml"))
 
 
 def end(cell: Cell, peak: float) -> float:
@@ -97,6 +102,19 @@ def test_every_cell_is_a_recipe_evaluated_as_planned() -> None:
             assert recipe.data.eval == ("chain_validation" if seed == 100 else "chain")
 
 
+def test_every_explored_way_takes_as_many_responses() -> None:
+    """On the same four stages as µ=64, with an evaluation at every eighth of the run."""
+    for name in EXPLORED.ways:
+        keys = {**EXPLORED.shared, **settings(EXPLORED, Cell(name, 8e-5, 100))}
+        recipe = load_recipe(BASE, [f"{key}={value}" for key, value in keys.items()])
+        assert recipe.schedule.stages == 4
+        assert recipe.schedule.total_updates * recipe.rollout.prompts_per_update == 256 * 8
+        assert recipe.schedule.total_updates == 8 * recipe.eval.every_updates
+        assert recipe.data.eval == "chain_validation"
+    assert {step.kind for step in EXPLORED.order} == {"tune"}
+    assert {name for step in EXPLORED.order for name in step.ways} == set(EXPLORED.ways)
+
+
 curves = st.lists(st.floats(0, 1), min_size=9, max_size=9).map(lambda ys: dict(zip(range(0, 257, 32), ys, strict=True)))
 
 
@@ -165,9 +183,61 @@ def test_the_truncated_weight() -> None:
     assert (age > 1).any()
 
 
+def explored(name: str, **keys: object) -> ObjectiveSection:
+    function = f"run_scripts.dev.part_eight.explored:{name}"
+    return ObjectiveSection(name="grpo", reduction="token_mean", surrogate=function, **keys)
+
+
+def test_cppo_token_by_token() -> None:
+    """Equations 8 to 11 in a loop over tokens: what leads back to the policy that sampled stays, the rest stays while
+    its weighted distance is within the limit and within what the prefix has left."""
+    batch = random_batch(5, [7, 1, 9, 6])
+    leaf = batch.leaf()
+    policy_loss(leaf, batch.inputs(explored("cppo")))[0].backward()
+    now = iter(batch.leaf().detach().exp().tolist())
+    expected, outside = [], 0
+    for rows, advantage in zip(batch.behaviour, batch.advantages, strict=True):
+        before = [math.exp(value) for value in rows]
+        pairs = [(next(now), chance) for chance in before]
+        distances = [abs(p - m) for p, m in pairs]
+        budget = min(max(float(np.quantile(distances, 0.9)), 0.02), 0.04)
+        weights_so_far = spent_so_far = 0.0
+        for t, (p, m) in enumerate(pairs):
+            weight = 0.8 + 0.2 * (len(pairs) - 1 - t) / max(len(pairs) - 1, 1)
+            limit = min(0.15, 0.15 + budget * weights_so_far - spent_so_far)
+            kept = advantage * (p / m - 1) <= 0 or weight * abs(p - m) <= limit
+            outside += not kept
+            expected.append(-advantage * p / m * kept)
+            weights_so_far, spent_so_far = weights_so_far + weight, spent_so_far + weight * abs(p - m)
+    gradient = torch.tensor(expected, dtype=leaf.dtype) / batch.lengths.sum()  # d(r A) / d log p = r A
+    torch.testing.assert_close(leaf.grad, gradient, rtol=1e-5, atol=1e-7)
+    assert 0 < outside < len(expected)
+
+
+@given(batches())
+def test_an_interpolated_centre_clips_half_of_the_way(batch: Batch) -> None:
+    """c min(r/c A, clip(r/c) A) with c = sqrt(r): the gradient of r A where sqrt(r) is in the clip range, or leads
+    back to it, and none elsewhere."""
+    leaf = batch.leaf()
+    policy_loss(leaf, batch.inputs(explored("interpolated")))[0].backward()
+    behaviour = torch.tensor([value for row in batch.behaviour for value in row], dtype=leaf.dtype)
+    advantage = torch.tensor(batch.advantages, dtype=leaf.dtype).repeat_interleave(batch.lengths)
+    log_ratio = leaf.detach() - behaviour
+    ratio, step = log_ratio.exp(), (log_ratio / 2).exp()
+    kept = torch.where(advantage > 0, step <= 1.2, step >= 0.8) & (log_ratio.abs() <= LOG_RATIO_LIMIT)
+    torch.testing.assert_close(leaf.grad, -ratio * advantage * kept / batch.lengths.sum(), rtol=1e-4, atol=1e-6)
+
+
+def test_a_baseline_below_the_mean_shifts_every_advantage() -> None:
+    rewards, groups = np.array([1.0, 0.0, 0.0, 1.0, 1.0]), np.array([3, 3, 7, 3, 7])
+    assert below_mean(rewards, groups) == pytest.approx([1 / 3 + 0.1, -2 / 3 + 0.1, -0.4, 1 / 3 + 0.1, 0.6])
+
+
 def test_the_results_on_the_page_are_of_its_cells() -> None:
     page = results.PAGE.read_text(encoding="utf-8")
-    assert with_cells(page, results.text(results.read_results())) == page, results.__doc__
+    assert with_cells(page, results.text(results.read_results(), results.read_results(results.EXPLORED))) == page, (
+        results.__doc__
+    )
 
 
 def made_up(ran: Sequence[int], cost: float, age: float) -> results.Results:

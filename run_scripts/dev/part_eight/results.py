@@ -9,13 +9,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from statistics import fmean
 
 from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, best_way, load_grid, tuned_rate
 from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, mean_of_last_quarter, read_rows
 from run_scripts.dev.study import FEWEST, STUDY, holm, interval, sign_flip, with_cells
 
-PAGE, LARGE, SEVEN = STUDY / "part-eight.md", STUDY / "eight_large", STUDY / "seven_large"
+PAGE, SEVEN = STUDY / "part-eight.md", STUDY / "seven_large"
+LARGE, EXPLORED = STUDY / "eight_large", STUDY / "eight_explored"
 GRPO = "grpo_4"
 OF_SEVEN = {GRPO: "grpo", "veto_64": "four_veto", "prefix_64": "four_product"}
 """The ways whose rate part seven found, and their names in its csv files."""
@@ -81,18 +83,20 @@ class Claim:
     """What the cells say, without a verdict."""
 
 
-def read_results() -> Results:
-    """The results at large headroom. A curve counts when its cell stands in cells.csv, or when it is a tuning curve of
-    part seven, for the ways of `OF_SEVEN`."""
-    cells = read_rows(LARGE / CELLS)
+def read_results(directory: Path = LARGE) -> Results:
+    """The results of a grid, at large headroom by default.
+
+    A curve counts when its cell stands in cells.csv. Part seven's tuning curves count for the ways of `OF_SEVEN`.
+    """
+    cells = read_rows(directory / CELLS)
     curves: dict[tuple[str, float], dict[tuple[int, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     finished = {(cell_of(row), row["warm_start"]) for row in cells}
-    for row in read_rows(LARGE / CURVES):
+    for row in read_rows(directory / CURVES):
         cell = cell_of(row)
         if (cell, row["warm_start"]) in finished:
             curve = curves[cell.way, cell.rate][cell.seed, row["warm_start"]]
             curve[int(row["update"])] = float(row["accuracy"])
-    grid = load_grid(LARGE / "grid.toml")
+    grid = load_grid(directory / "grid.toml")
     for row in read_rows(SEVEN / CURVES):
         for way, name in OF_SEVEN.items():
             if row["method"] == name and int(row["seed"]) in grid.tuning_seeds:
@@ -190,8 +194,8 @@ def claim_lines(results: Results) -> str:
     return "\n".join(lines)
 
 
-def text(results: Results) -> str:
-    """What stands between the marks of the page."""
+def text(results: Results, explored: Results) -> str:
+    """What stands between the marks of the page: the results at large headroom, and those of the exploration."""
     ran = sum(cell.seed in results.grid.test_seeds for cell in results.ends)
     parts = [
         f"{len(results.ends) - ran} cells of tuning seeds and {ran} of test seeds have run. "
@@ -204,9 +208,12 @@ def text(results: Results) -> str:
             tests_table(results),
             lines,
         ]
+    if explored.ends:
+        parts += ["Exploration, mean A(256) of the same tuning seeds, in percent:", rates_table(explored)]
     return "\n" + "\n\n".join(parts) + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_cells(PAGE.read_text(encoding="utf-8"), text(read_results())), encoding="utf-8")
+    new = text(read_results(), read_results(EXPLORED))
+    PAGE.write_text(with_cells(PAGE.read_text(encoding="utf-8"), new), encoding="utf-8")
     print(PAGE)

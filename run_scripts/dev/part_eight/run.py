@@ -42,7 +42,7 @@ from run_scripts.dev.part_eight.rows import (
 
 ROOT = Path(__file__).parents[3]
 STUDY = ROOT / "docs/study"
-GRIDS = ("eight_large", "eight_small")
+GRIDS = ("eight_large", "eight_small", "eight_explored")
 """Directories of docs/study, in the order in which their cells run; one without grid.toml is left out."""
 BASE = STUDY / "eight.toml"
 """The recipe that all runs have in common."""
