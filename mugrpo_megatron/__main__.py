@@ -1,10 +1,11 @@
-"""`python -m mugrpo_megatron` is `mugrpo`; torchrun starts it as a module."""
+"""Runs the `mugrpo` command as `python -m mugrpo_megatron`, so that torchrun can start it on every rank."""
 
 import os
 import sys
 
-# `python -m` looks for modules in the current directory first. A file that lies there by chance must neither replace a
-# library nor stand in for an optional one. Code that imports a user's function adds the directory itself.
+# `python -m` looks for modules in the current directory first, so a file there would be imported in place of a library
+# of the same name, or of an optional one that is not installed. `load_function` appends the directory when it is
+# needed.
 if not sys.flags.safe_path and sys.path[0] == os.getcwd():
     del sys.path[0]
 

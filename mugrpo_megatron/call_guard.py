@@ -1,6 +1,7 @@
-"""Guards for a user's code that runs inside this process: they limit its time, and it cannot end the process unnoticed.
+"""Limits for foreign code that runs inside this process: its time, its memory, and whether it may end the process.
 
-Rewards, judges' parsers and episodes run in workers instead. A loss needs the learner's tensors, so it runs here.
+A user's functions of the loss run here, because they need the learner's tensors. So do chat templates and parsers of
+tool calls. Rewards, judges' parsers and episodes run in workers instead.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ AGAIN_S = 0.25
 """Seconds between the alarms. The alarm repeats, because the first may come where an exception is swallowed, as in a
 finalizer."""
 DEAF_S = 30.0
-"""Seconds that a call has to react to its alarm. One that does not hangs in C code, and the process is ended."""
+"""Seconds that a call has to end after its alarm. A call that goes on hangs in C code, and the process is ended."""
 
 
 class TookTooLong(BaseException):
@@ -74,8 +75,10 @@ def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Itera
 
 
 def template_clock(seconds: float | None = None) -> AbstractContextManager[None]:
-    """Limit time (`TEMPLATE_S` by default) and memory of the block, which runs a chat template, a judge's question or
-    a parser of tool calls."""
+    """Limit the CPU seconds (by default `TEMPLATE_S`) and the memory of a block that renders a template or parses text.
+
+    Raises TookTooLong or MemoryError in the block; has no effect outside the main thread.
+    """
     return clock(TEMPLATE_S if seconds is None else seconds, cpu=True, memory=TEMPLATE_BYTES)
 
 
@@ -87,9 +90,9 @@ def address_space() -> int:
 
 @contextmanager
 def end_of_process(seconds: float) -> Iterator[None]:
-    """Print tracebacks and end the process with code 1 if the block takes `seconds`.
+    """Print all threads' tracebacks and end the process with code 1 if the block takes longer than `seconds`.
 
-    It works in C code too, where Python handles no signals.
+    This also ends a call that hangs in C code, where Python handles no signals.
     """
     faulthandler.dump_traceback_later(seconds, exit=True, file=2)
     try:
@@ -100,7 +103,10 @@ def end_of_process(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def without_exits() -> Iterator[None]:
-    """In the block, let `os._exit` and `os.exec*` raise SystemExit on every thread. A forked child may call them."""
+    """In the block, let `os._exit` and `os.exec*` raise SystemExit in every thread of this process.
+
+    In a process that the block forks, they work as always.
+    """
     ends = refuse_exits()
     try:
         yield
@@ -115,7 +121,7 @@ def refuse_exits() -> dict[str, Callable[..., Any]]:
 
     def refusal(name: str) -> Callable[..., Any]:
         def refuse(*arguments: Any, **named: Any) -> Any:
-            if os.getpid() != process:  # this is a fork of `multiprocessing`, which ends its children by os._exit
+            if os.getpid() != process:  # a forked process, which `multiprocessing` ends by os._exit
                 return ends[name](*arguments, **named)
             raise SystemExit(f"os.{name}({', '.join(map(repr, (*arguments[:2], *named.values())))})")
 

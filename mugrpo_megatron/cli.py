@@ -1,6 +1,7 @@
-"""The `mugrpo` command: parses arguments, calls a function, and turns failures into exit codes.
+"""The `mugrpo` command: parses arguments, calls the function of a command, and turns failures into exit codes.
 
-The functions of a command are imported when it is called, because Megatron and SGLang take seconds to import.
+The functions of a command are imported when the command is called, because some import Megatron and SGLang, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Command:
 
 
 def _trains(group: str, name: str, help: str, load: Callable[[], Functions]) -> Command:
-    """Make a command that continues a run when it is called again, and that a batch system may stop."""
+    """Make a command that SIGTERM may stop at any time, and that continues its run when it is called again."""
     return Command(group, name, help, load, CONTINUES, long=True, stops=True)
 
 
@@ -216,8 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     It is 0 when done or when SIGTERM has stopped a command that can be continued, 2 after a user's mistake, 1 if
-    training or an engine failed, 130 after Ctrl-C, and 143 after SIGTERM in a command that cannot be continued. Any
-    other failure is a bug: the command prints a traceback and exits with 1.
+    training, an engine or a collective failed, 130 after Ctrl-C, and 143 after SIGTERM in any other command. Any other
+    failure is a bug: the command prints a traceback and exits with 1.
     """
     if arguments is not None:
         return _main(arguments)
@@ -270,8 +271,8 @@ def _run(command: Command, options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         _complain(f"interrupted; {command.interrupted}")
         return 130
-    except Terminated:  # torchrun sends SIGTERM to every rank when one has failed
-        if rank_of_environment() == 0:
+    except Terminated:
+        if rank_of_environment() == 0:  # torchrun sends SIGTERM to every rank, and one message is enough
             _complain(f"terminated; {command.interrupted}")
         return 128 + signal.SIGTERM
     except BrokenPipeError:  # the reader of the output has ended, as in `mugrpo rollouts RUN_DIR | head`
@@ -305,7 +306,7 @@ def overview() -> str:
 
 
 def _no_command(word: str) -> str:
-    """The message about a first word that is no command."""
+    """The message about the first argument `word` if it names no command, with a guess at what was meant."""
     if close := difflib.get_close_matches(word, [command.name for command in COMMANDS], n=1):
         return f"there is no command `{word}`; did you mean `mugrpo {close[0]}`?"
     way_out = f"did you mean `mugrpo train {word}`?" if word.endswith(".toml") else "`mugrpo --help` lists all"
@@ -313,7 +314,7 @@ def _no_command(word: str) -> str:
 
 
 def _options(command: Command, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments; for an unknown one, print a hint and exit with 2."""
+    """Parse the command's arguments `words`; if one is unknown, print a hint and exit with code 2."""
     parser = command_parser(command.name)
     options, unknown = parser.parse_known_args(words)
     if unknown:

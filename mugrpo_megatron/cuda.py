@@ -1,6 +1,6 @@
 """Finds out whether this process has a CUDA device, from device files, NVIDIA's driver and torch.
 
-Only Python's own library is imported at the top, because `run_scripts/setup.sh` runs this before anything is installed.
+`run_scripts/setup.sh` uses this module before any package is installed, so torch is imported only inside a function.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def driver_finds_gpu() -> bool:
 
 
 def driver_answers(path: str | None = None) -> bool:
-    """Whether nvidia-smi finds a GPU; if `path` is given, the program is looked up in it instead of in `PATH`."""
+    """Whether nvidia-smi finds a GPU; `path`, if given, takes the place of the variable `PATH` in the search for it."""
     return "GPU " in program_output("nvidia-smi", "-L", path=path)
 
 

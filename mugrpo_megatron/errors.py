@@ -13,16 +13,16 @@ REFUSALS = {
     errno.EFBIG: "raise this shell's limit of file sizes (`ulimit -f`) and run the same command again",
     errno.ENAMETOOLONG: "choose a shorter name",
     errno.ELOOP: "remove the loop of symbolic links",
-    errno.ENOTDIR: "one of its parents is a file",
-    errno.EISDIR: "it is a directory",
+    errno.ENOTDIR: "choose a path whose parents are all directories",
+    errno.EISDIR: "choose the path of a file",
 }
-"""Error numbers of the operating system that only the user can mend -> the way out, for the message."""
+"""Number of a system error that only the user can mend -> what to do, the end of the message."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The error numbers of a write that finds no space; such an error may lack the file's name."""
+"""Numbers of the system errors of a write that finds no space. Such an error may not name its file."""
 
 
 def way_out(error: OSError, otherwise: str) -> str:
-    """What the user can do about an error of the operating system; `otherwise` if that depends on the command."""
+    """What the user can do about a system error, from `REFUSALS`; `otherwise` for an error that is not in it."""
     return REFUSALS.get(error.errno or 0, otherwise)
 
 
@@ -61,7 +61,10 @@ class EngineFailure(Exception):
 
 
 def refused_by_system(error: OSError) -> str | None:
-    """A sentence about an error that only the user can mend (rights, space, names); None for other errors."""
+    """A sentence about a system error that only the user can mend: rights, space or names.
+
+    None for other errors, and for an error that names no file, unless it is about space.
+    """
     if error.errno not in REFUSALS or not (isinstance(error.filename, str | bytes) or error.errno in NO_ROOM):
         return None
     name = error.filename or "a file"
@@ -70,5 +73,4 @@ def refused_by_system(error: OSError) -> str | None:
 
 
 class EngineStopped(EngineFailure):
-    """Raised when the run is asked to stop while it waits for an engine. The run has ended the engine, which did not
-    fail."""
+    """Raised when the run is asked to stop while it waits for an engine: the run has ended the engine, none failed."""

@@ -42,9 +42,9 @@ no longer supported; 0.17 has both."""
 
 
 def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, activation: type | None) -> Any:
-    """The specification of a layer's feed-forward: dense, or `experts` experts, with `grouped` as one grouped GEMM.
+    """The specification of a layer's feed-forward: dense if `experts` is None, else a router and that many experts.
 
-    `activation`, if given, is the class of the activation.
+    With `grouped` the experts are one grouped GEMM. `activation`, if given, is the class of the activation.
     """
     spec: Any = get_mlp_module_spec_for_backend(backend, experts, moe_grouped_gemm=grouped)
     if activation is not None:
@@ -53,7 +53,10 @@ def mlp_spec(backend: BackendSpecProvider, experts: int | None, grouped: bool, a
 
 
 def mlp_parts(spec: Any) -> Any:
-    """The submodules in a result of `mlp_spec`: `linear_fc1`, `linear_fc2` and `activation_func`, or `experts`."""
+    """The submodules in a result of `mlp_spec`.
+
+    A dense feed-forward has `linear_fc1`, `linear_fc2` and `activation_func`, one with experts has `experts`.
+    """
     return spec.keywords["submodules"] if BUILDERS else spec.submodules
 
 

@@ -13,10 +13,10 @@ FILES = PACKAGE / "docs"
 
 
 def page_address(name: str, heading: str = "") -> str:
-    """The address of a page, such as "health", or of the heading or id `heading` on it.
+    """The address of the page `name`, such as "health", or of the heading or id `heading` on it.
 
-    It is on the site, if pyproject.toml's `[project.urls]` names one as `Documentation`. Otherwise it is the path of
-    the Markdown file, which a checkout and every wheel have: in the checkout's own directory a short one, docs/NAME.md.
+    If pyproject.toml's `[project.urls]` names a site as `Documentation`, the address is on that site. Otherwise it is
+    the path of the page's Markdown file: docs/NAME.md if the current directory is the checkout, else an absolute one.
     """
     fragment = f"#{slug(heading)}" if heading else ""
     if site := _site():

@@ -17,25 +17,29 @@ if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run doe
 UNSCORED = "group.unscored"
 """Key in a sample's `components` of the share of its group's responses that got no reward and became no samples."""
 Message = Mapping[str, Any]
-"""A chat message: `role`, `content` (text, or null beside other fields), and what else its row has for a template."""
+"""A chat message: `role`, `content` (text, or null beside other fields), and its other fields for the chat template."""
 
 
 class Routes(Protocol):
-    """The experts that a model's routers chose for the tokens of a prompt and its response, in memory or on disk."""
+    """The experts that a model's routers chose for the tokens of a prompt and its response, in memory or on disk.
+
+    The prompt has P tokens, the response R, and each layer with a router sends a token to k experts.
+    """
 
     def read(self, layers: Sequence[int]) -> np.ndarray:
-        """uint8 or uint16 [len(layers), P + R - 1, k]: the experts of these layers, counted from 0.
+        """uint8 or uint16 [len(layers), P + R - 1, k]: the experts in `layers`, numbers of layers from 0.
 
-        The last token has none: nothing is sampled after it.
+        The last token has no experts, because nothing is sampled after it.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class InMemoryRoutes:
-    """Routes that are in memory, as uint8 or uint16 [layers, P + R - 1, k]."""
+    """Routes that are held in memory."""
 
     experts: np.ndarray
+    """uint8 or uint16 [layers, P + R - 1, k], of all layers of the model."""
 
     def read(self, layers: Sequence[int]) -> np.ndarray:
         return self.experts[list(layers)]
@@ -152,7 +156,10 @@ class Response:
 
 
 def turns_in(mask: np.ndarray) -> np.ndarray:
-    """Number the runs of tokens inside the mask from 0; returns the run of each of the n tokens inside, int64 [n]."""
+    """The turn, from 0, of each of the n tokens that `mask` bool [R] selects, int64 [n].
+
+    A turn is a run of selected tokens without a gap.
+    """
     begins = mask & ~np.concatenate([[False], mask[:-1]])
     return np.cumsum(begins)[mask] - 1
 
@@ -161,7 +168,7 @@ def turns_in(mask: np.ndarray) -> np.ndarray:
 class Sample:
     """One scored response, a row of a stage.
 
-    When training has read it, the fields that training does not need (the texts) are empty.
+    The texts are empty if `StageStore.read_update` has read the sample without them, as training mostly does.
     """
 
     group: int
@@ -223,11 +230,11 @@ class Sample:
                 raise ValueError(f"group {self.group}: a response has {tokens} token ids, but {what} for {len(values)}")
 
     def trained(self, values: np.ndarray) -> np.ndarray:
-        """Select the values of the tokens that are trained on from `values` [R, ...] of all response tokens."""
+        """Select the values of the T tokens that are trained on, [T, ...], from `values` [R, ...] of all tokens."""
         return values if self.loss_mask is None else values[self.loss_mask]
 
     def scattered(self, values: np.ndarray) -> np.ndarray:
-        """Put `values` of the tokens that are trained on in their places among all tokens [R]; the others get 0."""
+        """Spread `values` [T] of the tokens that are trained on over all response tokens, [R]; the others get 0."""
         if self.loss_mask is None:
             return values
         row = np.zeros(len(self.loss_mask), dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""Output to a terminal or pipe: long commands go on if its reader ends, and no text can control the terminal."""
+"""Output to a terminal or pipe: a long command goes on if the pipe's reader ends, and no text controls the terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def in_utf8() -> None:
 
 @dataclass(slots=True)
 class Ending:
-    """Holds the exit code of a command, which is set when the command returns."""
+    """The exit code of a command, which `main` sets when the command returns."""
 
     code: int = 1
     """The exit code; 1 until it is set, for an exception that nothing catches."""
@@ -53,7 +53,7 @@ def ending_at_once() -> Iterator[Ending]:
     """
     ending = Ending()
 
-    def leave() -> None:  # handlers run in reverse order, so the first one registered is the last
+    def leave() -> None:  # registered first, so it runs last
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
@@ -69,8 +69,7 @@ def ending_at_once() -> Iterator[Ending]:
 
 
 def drop_output(stream: TextIO) -> None:
-    """Send what a stream still holds to the null device. Otherwise Python's flush at the end of the process would
-    fail."""
+    """Send the text that a stream still holds to the null device, so that Python's last flush of it succeeds."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -107,7 +106,7 @@ class TolerantStream:
 
 @contextmanager
 def ignore_broken_pipe() -> Iterator[None]:
-    """In the block, let printing ignore errors of a pipe without a reader, as in `mugrpo train RECIPE | tee log`."""
+    """In the block, drop printed text that cannot be written, as when `tee` in `mugrpo train RECIPE | tee log` ends."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast("TextIO", TolerantStream(stream)) for stream in before)
     try:
@@ -122,7 +121,7 @@ ALLOWED = "\n\t"
 
 
 def visible(text: str) -> str:
-    r"""The text with control characters as escapes such as `\x1b`; newlines and tabs stay."""
+    r"""The text with each invisible character (`INVISIBLE`) as an escape such as `\x1b`; newlines and tabs stay."""
     # Without this, a model's output could set the terminal's title, clear it, or write to the clipboard.
     if text.isascii() and text.isprintable():
         return text

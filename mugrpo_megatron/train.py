@@ -5,8 +5,8 @@ What it takes away from GRPO as it is usually run:
 1. Fresh responses. The responses of µ updates, 1,024 in the paper, are sampled at once; S stages, 4 in the paper,
    follow one another. They grow stale by up to µ updates, and learner and engines change places S times in all.
 2. The clip range [0.8, 1.2]. It would stop the gradients of stale responses; [0, 5] keeps them.
-3. The rest of a bad response that the policy no longer produces: where its advantage is negative, and a token's
-   importance ratio has fallen below 10⁻⁴, the veto drops that part from the loss.
+3. The end of a bad response that the policy no longer produces. In a response with negative advantage, the veto drops
+   from the loss the tokens after the first one whose importance ratio is below 10⁻⁴, except later ones below 10⁻⁴.
 4. The reference model and its KL penalty.
 
 Schedule and objective together make the method. Ordinary GRPO is the same loop with S=1,024, µ=4 and the objective
@@ -35,8 +35,8 @@ from mugrpo_megatron.run.run import Run
 def train(recipe: Recipe, problems: Problems | None, host: HostProcess | None = None) -> None:
     """Train for S stages of µ updates each, with one objective: what `mugrpo train` runs on every rank.
 
-    `checks.preflight.check_run` has checked the recipe and read the problems. `host` is the engine's process, if it was
-    started before. An unfinished run in `run.dir` is continued.
+    An unfinished run in `run.dir` is continued. `checks.preflight.check_run` has checked the recipe and read the
+    problems before. `host` is the engine's host process if one was started before this call.
     """
     with open_run(recipe, problems, host) as (run, learner, engines, cursor):
         while not cursor.finished(recipe.schedule):
@@ -61,9 +61,9 @@ def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
 
 
 def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> Cursor:
-    """µ updates on one stage, from the cursor on, `schedule.epochs` times; its responses grow stale on the way.
+    """Take the stage's remaining updates: µ in each of `schedule.epochs` passes, on responses that grow more stale.
 
-    Returns where the next stage begins.
+    Returns the cursor at which the next stage begins.
     """
     with open_stage(run, learner, cursor) as stage:
         stage.compute_columns(cursor)  # behaviour, ref: a forward pass over the stage for each that is missing
@@ -84,7 +84,7 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
 
 
 def evaluate_policy(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """The engines take the devices for an evaluation only; weights that have been evaluated are not evaluated again."""
+    """The engines take the devices to evaluate the current weights, unless these have been evaluated already."""
     while not is_evaluated(run, cursor):  # once, unless an engine fails and is started again
         run.stop_if_asked(cursor)
         hand_over(run, learner, engines, cursor)
@@ -94,7 +94,8 @@ def evaluate_policy(run: Run, learner: Learner, engines: Engines, cursor: Cursor
 
 
 def hand_over(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> None:
-    """The engines get the devices and the learner's weights; a device never holds both in full."""
+    """The engines get the devices and the learner's weights. No device ever holds all of the learner and all of the
+    engine."""
     with run.phase("sync", cursor) as facts:
         learner.reload()  # still offloaded if an engine failed after the last hand-over
         expected = expected_logprobs(run, learner, engines)  # of a few texts, once after each start

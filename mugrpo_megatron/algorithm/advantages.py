@@ -107,8 +107,10 @@ def _user_advantages(
     except ForeignFailure as failure:
         raise FunctionFailure(f"{name} failed: {failure}; correct the function and run the command again") from None
     if values.shape != scored.shape or not np.isfinite(values).all():
-        wanted = f"{len(scored)} finite numbers, one a response"
-        raise FunctionFailure(f"{name} returned an array {list(values.shape)}; it has to be {wanted}")
+        raise FunctionFailure(
+            f"{name} returned an array {list(values.shape)}; it has to be {len(scored)} finite numbers, one for each "
+            "response with a reward"
+        )
     advantages = np.zeros(len(rewards), dtype=np.float32)
     advantages[scored] = values
     return advantages
@@ -138,11 +140,11 @@ def informative(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def informative_updates(informative: np.ndarray, prompts_per_update: int) -> np.ndarray:
-    """Choose the groups of each update among those whose rewards differ.
+    """Choose the groups of each update of a stage among the informative ones, whose rewards differ.
 
-    The stage keeps its number of updates. Its informative groups fill them in order, and are used again from the first
-    on when none is left. So every update is full although no more responses are generated; with a fraction z of
-    uninformative groups, the last fraction z of the stage repeats groups.
+    The stage keeps its number of updates. The informative groups fill the updates in order; when none is left, they are
+    used again from the first one on. So every update is full although no more responses are generated. If a fraction z
+    of the groups is uninformative, the last fraction z of the stage repeats groups.
 
     Args:
         informative: bool [updates * prompts_per_update], for each group in the order of the stage.

@@ -1,4 +1,4 @@
-"""Diagnostics of an update, exact for the tokens given: ratios, clipping, veto, KL, advantages."""
+"""Diagnostics of an update, computed from all of the tokens given: ratios, clipping, veto, KL, advantages."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ RATIO_QUANTILES = {"min": 0.0, "p01": 0.01, "p50": 0.5, "p99": 0.99, "max": 1.0}
 
 
 def metrics(loss: Tensor, tokens: TokenBatch, clipped: Tensor, mask: KeepMask, inputs: LossInputs) -> dict[str, float]:
-    """The `METRICS` of T tokens of N whole responses, by name. Means are over all of them, vetoed tokens included.
+    """The `METRICS` of T tokens of N whole responses, by name. Means over tokens include vetoed tokens.
 
     Args:
         loss: [], the loss of the update.
@@ -153,10 +153,10 @@ def _trigger_summary(first_trigger: Tensor, advantages: Tensor, segments: Segmen
 
 
 def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, float]:
-    """Call the user's function `config.diagnostics` on an update's tokens; returns its numbers, as `user/NAME`.
+    """Call the user's function `config.diagnostics` on an update's tokens; returns its numbers by name, as `user/NAME`.
 
-    Empty without such a function. `tokens` are detached. Raises FunctionFailure when the function fails or returns
-    anything but a mapping of names to numbers.
+    Returns an empty dict without such a function. `tokens` are detached. Raises FunctionFailure when the function fails
+    or returns anything but a mapping of names to numbers.
     """
     if config.diagnostics is None:
         return {}

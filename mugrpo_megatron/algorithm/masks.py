@@ -1,4 +1,4 @@
-"""Masks of the loss (the veto and other methods'), weights of responses, and the engine mismatch correction."""
+"""Which tokens an update's loss keeps, what each response weighs in it, and the correction for the engine mismatch."""
 
 from __future__ import annotations
 
@@ -40,17 +40,20 @@ def keep_mask(
 
 
 def _accepted(log_ratio: Tensor, segments: Segments, config: ObjectiveSection) -> Tensor:
-    """bool [T]: whether the ratio of the token's response is in `config.reject_range` (verl: rejection sampling)."""
+    """bool [T]: whether the ratio of the token's response, exp(sum of log-ratios), is in `config.reject_range`.
+
+    verl calls this rejection sampling.
+    """
     ratio = response_sum(log_ratio, segments).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return ((ratio >= config.reject_range[0]) & (ratio <= config.reject_range[1]))[segments.ids]
 
 
 def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSection) -> Tensor | None:
-    """Factor of each token's loss for the mismatch of engine and learner; None if `config.mismatch` is `none`.
+    """Factor [T] of each token's loss for the mismatch of engine and learner; None if `config.mismatch` is `none`.
 
-    The factor is known before the update. With w = exp(learner - engine), both log-probabilities under the weights that
-    sampled, the factor is min(max(w, low), high) with `truncate` (TIS), and w inside [low, high], else 0, with `drop`
-    (IcePop).
+    Let w = exp(learner - engine) and [low, high] = `config.mismatch_range`. With `truncate` (TIS) the factor is
+    min(max(w, low), high). With `drop` (IcePop) it is w if w is in [low, high], else 0. Both log-probabilities are
+    those under the weights that sampled, so the factor is known before the update.
 
     Args:
         learner: [T] the learner's log-probabilities of the sampled tokens at the stage's start.
@@ -68,14 +71,14 @@ def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSectio
 def counted_responses(
     rewards: np.ndarray, groups: np.ndarray, truncated: np.ndarray, config: ObjectiveSection
 ) -> np.ndarray | None:
-    """bool [N]: the responses of an update that its loss and denominators count; None for all.
+    """bool [N]: the responses of an update that its loss and the loss's denominators count; None if they count all.
 
     `zero_variance = "mask"` takes out groups with equal rewards (DAPO, arXiv 2503.14476, eq. 8 with its constraint),
-    as does `"leave_out"` if a stage has only such groups. `truncated = "mask"` takes out responses that were cut
-    (overlong filtering, section 3.4 there; `mask_truncated_completions` of TRL, `overlong_filtering` of NeMo-RL,
-    `apply_overlong_filtering` of SkyRL). What is taken out has no KL penalty and no entropy bonus either. Advantages do
-    not change: a cut response's reward is in its group's baseline, and a group that has only cut responses trains
-    nothing.
+    and so does `"leave_out"`, under which an update has such groups only if its stage has no others. `truncated =
+    "mask"` takes out responses that were cut (overlong filtering, section 3.4 there; `mask_truncated_completions` of
+    TRL, `overlong_filtering` of NeMo-RL, `apply_overlong_filtering` of SkyRL). What is taken out has no KL penalty and
+    no entropy bonus either. Advantages do not change: a cut response's reward is in its group's baseline, and a group
+    that has only cut responses trains nothing.
 
     Args:
         rewards: [N], without penalties (`advantages.before_penalty`).
@@ -91,7 +94,7 @@ def counted_responses(
 def response_weights(
     lengths: Tensor, config: ObjectiveSection, *, constant_length: int, counted: Tensor | None = None
 ) -> Tensor:
-    """Weight of one token of each response in the update's loss.
+    """The weight that each token of a response has in the update's loss, for every response.
 
     Args:
         lengths: int64 [N], response tokens of every response of the WHOLE update, over all data parallel ranks.

@@ -26,7 +26,7 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 
 @dataclass(frozen=True, slots=True)
 class TokenLosses:
-    """The loss of each of T tokens, and what it was computed from; without the entropy bonus."""
+    """The loss of each of T tokens without the entropy bonus, and what the loss was computed from."""
 
     loss: Tensor
     """[T]: weighted loss of each token; differentiable in the log-probabilities."""
@@ -70,10 +70,10 @@ def policy_loss(
 
 
 def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatistics, state: VetoState) -> TokenLosses:
-    """Compute the weighted loss of each token, of whole responses or of the next chunk of their tokens in order.
+    """Compute the weighted loss of each token of whole responses, or of the next chunk of their tokens.
 
-    A chunk may start and end inside a response unless `config.dependence` is `response`. `state` is the veto's state
-    after the tokens before the chunk.
+    Chunks come in token order, and may start and end inside a response unless `config.dependence` is `response`.
+    `state` is the veto's state after the tokens before the chunk.
     """
     config, segments = inputs.config, inputs.segments
     log_ratio = log_ratios(logprobs, inputs.behaviour)
@@ -100,8 +100,8 @@ def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatist
     # The loss is not multiplied by the mask, because a user's surrogate may be infinite at a vetoed token, and 0 * inf
     # is nan.
     loss = torch.where(mask.keep, surrogate.loss, 0.0) * weight
-    # The mask does not apply to the KL penalty: behind a trigger the current policy would no longer produce the tokens
-    # so far, and there the penalty is needed most.
+    # The mask does not apply to the KL penalty: behind a trigger the policy is far from the one that sampled, and there
+    # the penalty is needed most.
     if inputs.ref is not None and config.kl_coef and config.kl_penalty != "reward":
         loss = loss + kl_loss(logprobs, inputs.ref, log_ratio, segments, config)
     return TokenLosses(loss, tokens, surrogate.clipped, mask)
@@ -110,11 +110,11 @@ def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatist
 def token_advantage(
     advantage: Tensor, logprobs: Tensor, behaviour: Tensor, teacher: Tensor | None, config: ObjectiveSection
 ) -> Tensor:
-    """A_t = A - `teacher_coef` (log pi - log teacher) of each token [T]; `advantage` [T] itself without a teacher.
+    """The advantage of each token [T]: A - `teacher_coef` (log pi - log teacher); without a teacher A, `advantage` [T].
 
-    pi is the current policy or the one that sampled, by `teacher_policy`. Under the importance ratio, the mean gradient
-    of -A_t log pi with the current policy is the gradient of the reverse KL(pi | teacher) of a token given its prefix,
-    at any staleness (on-policy distillation, arXiv 2306.13649; slime's `opd_kl_coef`).
+    pi is the current policy if `teacher_policy` is "current", else the behaviour policy. Under the importance ratio,
+    the mean gradient of -A_t log pi with the current policy is the gradient of the reverse KL(pi | teacher) of a token
+    given its prefix, at any staleness (on-policy distillation, arXiv 2306.13649; slime's `opd_kl_coef`).
     """
     if teacher is None or not config.teacher_coef:
         return advantage
@@ -124,7 +124,7 @@ def token_advantage(
 
 
 def _proximal_ratio(ratio: Tensor, inputs: LossInputs) -> Tensor:
-    """The importance ratio [T] that the proximal policy has, at the level that `objective.ratio` names."""
+    """The ratio [T] of the proximal to the behaviour policy, at the level that `objective.ratio` names; no gradient."""
     if inputs.proximal is None:
         # With proximal_every = 1 the proximal policy is the current one, so the clip range is centred at the current
         # ratio.

@@ -7,10 +7,10 @@ With d = log pi - log ref of a sampled token, Schulman's estimators of KL(pi | r
 
 As a term of the loss what counts is the mean of the gradient, not of the value (Tang & Munos, arXiv 2506.09477). For a
 token drawn from pi the mean gradient of k1 is 0, of k2 the gradient of KL(pi | ref), of k3 the gradient of
-KL(ref | pi). A `_weighted` penalty is multiplied by the importance ratio, because not pi but the behaviour policy beta
-has sampled the tokens: the mean gradient of each estimator is then the gradient of KL(pi | ref) at any staleness (k3:
-DeepSeek-V3.2, arXiv 2512.02556, eq. 7). For k2 no gradient flows through the ratio, because the mean gradient is right
-without it.
+KL(ref | pi). But the behaviour policy beta has sampled the tokens, not pi. So a value of `objective.kl_penalty` that
+ends with `_weighted` multiplies the estimate by the importance ratio: then the mean gradient of each estimator is the
+gradient of KL(pi | ref) at any staleness (k3: DeepSeek-V3.2, arXiv 2512.02556, eq. 7). For k2 no gradient flows through
+the ratio, because the mean gradient is right without it.
 
 Every KL here is that of one token given its prefix, and the prefixes are those that beta sampled.
 """
@@ -30,7 +30,8 @@ def kl_estimate(logprobs: Tensor, ref: Tensor, estimator: str) -> Tensor:
     """Estimate of KL(pi | ref) at each sampled token [T], in nats; differentiable in `logprobs` [T]."""
     d = log_ratios(logprobs, ref)
     if estimator == "k3":
-        # d is clamped in both terms: if only exp's were, a token below the limit would be pushed further away.
+        # d is clamped in both terms. If it were clamped only in exp(-d), the gradient of the term d would push the
+        # log-probability of a token below the limit further down.
         d = d.clamp(min=-LOG_RATIO_LIMIT)
         return (-d).exp() - 1 + d
     return d.square() / 2 if estimator == "k2" else d
@@ -50,7 +51,7 @@ def kl_loss(logprobs: Tensor, ref: Tensor, log_ratio: Tensor, segments: Segments
     if weighted:
         ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
         estimate = (ratio.detach() if estimator == "k2" else ratio) * estimate
-        # As in the surrogates, a token beyond the clamp gets no gradient: exp(20) would multiply the estimate's.
+        # As in the surrogates, a token beyond the clamp gets no gradient: a ratio of exp(20) would multiply it.
         saturated = log_ratio.detach().abs() > LOG_RATIO_LIMIT
         estimate = torch.where(saturated, estimate.detach(), estimate)
     return config.kl_coef * segments.weights.to(estimate.dtype)[segments.ids] * estimate
@@ -59,10 +60,10 @@ def kl_loss(logprobs: Tensor, ref: Tensor, log_ratio: Tensor, segments: Segments
 def rewards_less_kl(
     rewards: np.ndarray, behaviour: list[np.ndarray], ref: list[np.ndarray], config: ObjectiveSection
 ) -> np.ndarray:
-    """Rewards [N] minus `kl_coef` times the sum of log beta - log ref over each response (InstructGPT, 2203.02155).
+    """Rewards [N] minus `kl_coef` times the sum of log beta - log ref over each response; float64 [N].
 
-    beta is the policy that sampled, so the differences are known before the first update, and their sum is an unbiased
-    estimate of the KL between the distributions of whole responses.
+    This is InstructGPT's penalty (arXiv 2203.02155). beta is the behaviour policy, so the differences are known before
+    the first update, and their sum is an unbiased estimate of the KL(beta | ref) of whole responses.
     """
     # float64, because a response of 10^4 tokens sums 10^4 differences of nearly equal numbers.
     drift = [np.subtract(beta, fixed, dtype=np.float64).sum() for beta, fixed in zip(behaviour, ref, strict=True)]

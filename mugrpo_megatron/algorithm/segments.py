@@ -18,11 +18,10 @@ if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run doe
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Says of each token of a ragged batch which response it belongs to, and what it weighs in the update's loss.
+    """The response of each token of a ragged batch, and the token's weight in the update's loss.
 
-    A ragged batch is N responses of different lengths, T tokens in all, one after another. All of these numbers are
-    known before the update, so losses of micro-batches sum to the loss of the update, in any order, packing or data
-    parallel split.
+    A ragged batch is N responses of different lengths, T tokens in all, one after another. Weights are fixed before the
+    update, so the losses of micro-batches sum to the loss of the update in any order, packing or data parallel split.
     """
 
     ids: Int64[Tensor, " tokens"]
@@ -44,14 +43,16 @@ class Segments:
         return len(self.lengths)
 
     def chunk(self, tokens: slice) -> Segments:
-        """Returns the segments of the chosen tokens alone. The responses keep their numbers."""
+        """The segments of the chosen tokens alone. `ids` still counts all N responses."""
         return replace(
             self, ids=self.ids[tokens], positions=self.positions[tokens], turns=slice_or_none(self.turns, tokens)
         )
 
     def turn_ids(self) -> Tensor:
-        """int64 [T]: a number for the turn of each token that no turn of another response has: the turns of response
-        `i` are counted from `i * most_turns`."""
+        """int64 [T]: the turn of each token, numbered over all responses: in response `i` from `i * most_turns` on.
+
+        If every response has one turn, this is the number of the response.
+        """
         return self.ids if self.turns is None else self.ids * self.most_turns + self.turns
 
 
@@ -75,13 +76,13 @@ class LossInputs:
     """Log-probabilities under the teacher of `objective.teacher`; None without a teacher."""
 
     def chunk(self, tokens: slice) -> LossInputs:
-        """The inputs of the chosen tokens alone; the numbers of the responses do not change."""
+        """The inputs of the chosen tokens alone; advantages, lengths and weights are still those of all N responses."""
         return self._at(self.segments.chunk(tokens), self.advantages, tokens)
 
     def select(self, responses: Tensor, tokens: int | None = None) -> LossInputs:
-        """The inputs of the n whole responses that `responses` int64 [n] names, in this order.
+        """The inputs of the n whole responses that `responses` int64 [n] lists, in this order.
 
-        `tokens` is their number of tokens, if it is known.
+        `tokens` is their number of tokens if the caller knows it; the host then does not wait for the device.
         """
         segments, indices = select_responses(self.segments, responses, tokens)
         return self._at(segments, self.advantages[responses], indices)
@@ -116,7 +117,7 @@ def make_segments(lengths: Tensor, weights: Tensor, tokens: int | None = None) -
 
 
 def with_turns(segments: Segments, turns: Sequence[np.ndarray]) -> Segments:
-    """Add the turn of each token to the segments of whole responses; `turns` has an int64 [tokens] per response."""
+    """Add each token's turn to the segments of whole responses; `turns` has an int64 [tokens] for each response."""
     flat = np.concatenate([np.empty(0, dtype=np.int64), *turns])
     return replace(
         segments, turns=torch.from_numpy(flat).to(segments.ids.device), most_turns=int(flat.max(initial=0)) + 1
@@ -124,10 +125,10 @@ def with_turns(segments: Segments, turns: Sequence[np.ndarray]) -> Segments:
 
 
 def select_responses(segments: Segments, responses: Tensor, tokens: int | None = None) -> tuple[Segments, Tensor]:
-    """The segments of the n whole responses that `responses` int64 [n] names, and where their tokens stand.
+    """Select the n whole responses that `responses` int64 [n] lists, with t tokens in all.
 
-    Returns the segments, in the order of `responses`, and the int64 [t] indices of their tokens among the tokens of
-    `segments`. `tokens` is t, if it is known, as for `make_segments`.
+    Returns their segments, in the order of `responses`, and the int64 [t] indices of their tokens among the tokens of
+    `segments`. `tokens` is t if the caller knows it, as for `make_segments`.
     """
     selected = make_segments(segments.lengths[responses], segments.weights[responses], tokens)
     starts = (segments.lengths.cumsum(0) - segments.lengths)[responses]

@@ -1,4 +1,4 @@
-"""Statistics of a whole update that are needed before any of its gradients: M2PO's bounds."""
+"""Numbers that depend on all tokens of an update and are needed before its first gradient: M2PO's bounds."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def update_statistics(logprobs: Tensor, inputs: LossInputs) -> UpdateStatistics:
 
 
 def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
-    """The clip bound in nats that keeps the mean squared log-ratio of the tokens that the clip can act on in budget.
+    """The bound in nats to which log-ratios are clipped so that their mean square stays within `budget`.
 
-    M2PO (arXiv 2510.01161) as its authors released it. The clip can act on n tokens: those with A > 0, r > 1 or
-    A < 0, r < 1. Let d_0 <= d_1 <= ... be their squared log-ratios. If their mean is within the budget, the bound is
-    infinite. Otherwise k is the first index at which clipping all later tokens to d_k would exceed the budget,
+    M2PO (arXiv 2510.01161) as its authors released it. It counts the n tokens that a clip can act on: those with A > 0,
+    r > 1 or A < 0, r < 1. Let d_0 <= d_1 <= ... be their squared log-ratios. If their mean is within the budget, the
+    bound is infinite. Otherwise k is the first index at which clipping all later tokens to d_k would exceed the budget,
     sum(d_0..d_k) + d_k (n - k - 1) >= budget n, and the bound is the root of d_(k-1), or 0 if k = 0.
     """
     harmful = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
@@ -68,9 +68,9 @@ def _m2po_clip(log_ratio: Tensor, advantage: Tensor, budget: float) -> Tensor:
 
 
 def _m2po_drop(log_ratio: Tensor, budget: float) -> Tensor:
-    """The magnitude of the log-ratio above which tokens are dropped, so that the mean square of the rest is in budget.
+    """The largest |log-ratio| of a token that stays, such that the mean square of all that stay is below `budget`.
 
-    The largest squares are dropped first, and at least one token stays, as AReaL implements it.
+    At least one token stays, as in AReaL. Returns inf if there are no tokens.
     """
     squares = log_ratio.square().sort().values
     if not len(squares):

@@ -20,10 +20,10 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
-    """The T tokens that a surrogate gets: those of whole responses. A built-in surrogate may get a chunk that begins or
-    ends inside a response, if the gradient of a token depends on that token alone.
+    """The T tokens that a surrogate computes losses of, usually those of whole responses.
 
-    Losses are differentiable in `logprobs`; `log_ratio` and `ratio` are functions of it.
+    If `config.dependence` is not `response`, they may be a chunk that begins or ends inside a response. Gradients flow
+    through `logprobs`, and through `log_ratio` and `ratio`, which are computed from it.
     """
 
     logprobs: Tensor
@@ -56,7 +56,10 @@ class SurrogateLoss:
     loss: Tensor
     """[T]: loss of each token, before its weight."""
     clipped: Tensor
-    """bool [T]: the clip removes the token's gradient (`ppo`, `dppo`, `gmpo`) or caps its weight (others)."""
+    """bool [T]: the clip removes the token's gradient (`ppo`, `dppo`, `gmpo`) or bounds its weight (`cispo`, `topr`).
+
+    `sapo` and `vespo` have no clip.
+    """
 
 
 Surrogate = Callable[[TokenBatch, ObjectiveSection], SurrogateLoss]
@@ -211,7 +214,10 @@ def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSec
             wanted = f"{dtype} {list(tokens.logprobs.shape)}, one value a token"
             raise FunctionFailure(f"{name} returned {field} as {value}; it has to be {wanted}")
     if tokens.logprobs.requires_grad and not result.loss.requires_grad:
-        raise FunctionFailure(f"{name} returned a loss without a gradient: use tokens.logprobs or tokens.ratio")
+        raise FunctionFailure(
+            f"{name} returned a loss without a gradient; compute it from tokens.logprobs, tokens.log_ratio or "
+            "tokens.ratio, and do not detach it"
+        )
     return result
 
 
@@ -227,7 +233,7 @@ def call_user_function(name: str, function: Callable[..., Any], tokens: TokenBat
 
 
 def _by_sign(positive: Tensor, where_positive: float, elsewhere: float, like: Tensor) -> Tensor:
-    """[T]: one number where `positive` is true, another elsewhere, with the dtype of `like`."""
+    """[T]: `where_positive` where `positive` [T] is true, `elsewhere` at the other tokens; with the dtype of `like`."""
     return torch.where(positive, like.new_tensor(where_positive), like.new_tensor(elsewhere))
 
 

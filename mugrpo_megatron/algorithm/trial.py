@@ -18,16 +18,17 @@ LOSS_ARGUMENTS = ("tokens", "config")
 REWARDS = ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 0.0))
 """Rewards of the two groups that are tried: different rewards in one, equal ones in the other."""
 LENGTHS = ((5, 3, 2, 4), (3, 1, 2, 6))
+"""Numbers of tokens of their responses."""
 
 
 def try_user_functions(
     objective: ObjectiveSection, rows: Sequence[Mapping[str, Any]] = (), components: Sequence[str] = ()
 ) -> list[str]:
-    """Call each of the user's functions in the objective once; returns a sentence about each that ran.
+    """Call each of the user's functions in the objective once; returns a sentence about each function that was called.
 
-    An advantage function gets `rows`, of two problems, and the reward functions' names `components`; without rows, a
-    function that reads them is not called. Raises UserError for a function that cannot be loaded or has other
-    parameters, FunctionFailure for one that fails or returns something else than it has to.
+    `rows` are those of two problems, and `components` the names of the reward functions. An advantage function that
+    reads rows is not called if there are none. Raises UserError for a function that cannot be loaded or has a parameter
+    of another name than it may have, FunctionFailure for one that fails or returns a wrong value.
     """
     said: list[str] = []
     if objective.has_user_advantage and (rows or not _reads_rows(objective)):

@@ -21,11 +21,12 @@ negative advantage
     prefix_min           min(1, min_{s < t} r_s)   MinPRO (arXiv 2601.22718)
 
 multiplies the loss of token t: a token counts little if the policy has become unlikely to produce the tokens before it.
-No gradient flows through the weight. As with the veto, no token counts more than without it, and responses with
-positive advantage are not touched; with `prefix_signs = "both"` the weights apply to these too.
+No gradient flows through the weight, and no weight is above 1. With `prefix_signs = "both"` tokens of all other
+responses are weighed too.
 
-Whether a token is a trigger depends on that token alone. So a pass in token order carries only κ, or the sum or
-minimum of log-ratios, from one chunk to the next. The log-ratios are those before the losses clamp them to ±20 nats.
+Whether a token is a trigger depends on that token alone. So a pass over chunks in token order carries only κ, or the
+sum or minimum of log-ratios, from one chunk to the next. The log-ratios are those before the losses clamp them to ±20
+nats.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ NEVER = torch.iinfo(torch.int64).max
 
 @dataclass(frozen=True, slots=True)
 class VetoState:
-    """What the veto needs to know of the tokens so far of N responses, to go on with the next ones.
+    """What the veto carries of N responses from one chunk of tokens to the next.
 
-    With `objective.veto_reach = "turn"` it has an entry for each turn, [N * most_turns], numbered as in
-    `Segments.turn_ids`.
+    With `objective.veto_reach = "turn"` both tensors have an entry for each turn instead of each response,
+    [N * most_turns], numbered as in `Segments.turn_ids`.
     """
 
     first_trigger: Tensor
@@ -75,8 +76,10 @@ class KeepMask:
 
     @property
     def marked(self) -> Tensor:
-        """bool [T]: the tokens to show as vetoed. These are out of the loss, or have a prefix weight below
-        `MARKED_WEIGHT`."""
+        """bool [T]: the tokens that reports show as vetoed.
+
+        These are the tokens out of the loss or, with prefix weights, those with a weight below `MARKED_WEIGHT`.
+        """
         return ~self.keep if self.weight is None else self.weight < MARKED_WEIGHT
 
 
@@ -87,7 +90,10 @@ def initial_state(segments: Segments, config: ObjectiveSection) -> VetoState:
 
 
 def veto_unit(segments: Segments, config: ObjectiveSection) -> Tensor:
-    """int64 [T]: the response of each token, or its turn: a trigger vetoes tokens of the same unit only."""
+    """int64 [T]: the unit of each token, within which a trigger vetoes tokens.
+
+    That is its response, or its turn if `config.veto_reach` is "turn".
+    """
     return segments.turn_ids() if config.veto_reach == "turn" else segments.ids
 
 
@@ -128,7 +134,7 @@ def _prefix(log_ratio: Tensor, unit: Tensor, log_prefix: Tensor, config: Objecti
     before = log_prefix[unit]
     before = torch.cat([before[:1], torch.where(same, log_ratio[:-1], before[1:])])
     if minimum:
-        # The entry before the first token is the state that the previous chunk left, which is at most 0.
+        # A unit's first value is the minimum that the previous chunk left. It is at most 0, so all minima are.
         return _scan(before, unit, torch.minimum), log_prefix.scatter_reduce(0, unit, log_ratio, "amin")
     return _scan(before, unit, torch.add), log_prefix.index_add(0, unit, log_ratio)
 
@@ -184,9 +190,9 @@ def trigger_metrics(
 ) -> dict[str, Tensor]:
     """The metrics of `TRIGGER_METRICS`, each float64 [], of the T tokens of N whole responses.
 
-    If no response has a negative advantage, the two metrics that are fractions of such responses or of their tokens are
-    left out; without tokens, all metrics are. One pass over the tokens finds those below the largest threshold; the
-    rest is arithmetic on these few.
+    Without tokens the result is empty. If no response has a negative advantage, `trigger_tokens` and
+    `trigger_responses` are left out. One pass finds the tokens below the largest threshold, the only ones that are
+    compared with the smaller thresholds.
 
     Args:
         log_ratio: [T], log of current over behaviour probability, not clamped.

@@ -1,4 +1,4 @@
-"""Kernels of the output layer and the loss, which hold the logits of one chunk of tokens at a time, and of layers.
+"""Kernels of the layers, and of output layer and loss, where only one chunk of tokens has logits at a time.
 
 fused_loss        fused_policy_loss: loss and gradients of an objective, in one pass if the objective allows it
 gated_delta       the gated delta rule of linear attention, in PyTorch

@@ -38,7 +38,7 @@ class FusedLoss:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """T tokens in token order: the output layer's inputs and the loss's; fields as in `fused_policy_loss`."""
+    """The inputs of output layer and loss for T tokens in token order; `fused_policy_loss` describes the fields."""
 
     hidden: Tensor
     targets: Tensor
@@ -58,7 +58,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Buffers that gradients are computed into."""
+    """Buffers that receive the gradients, and the factor of what is written to them."""
 
     hidden: Tensor
     """[T, H] in the type of the hidden states."""
@@ -140,7 +140,7 @@ def _one_pass(head: Head, batch: _Batch, gradients: _Gradients | None) -> FusedL
 
 
 def _two_passes(head: Head, batch: _Batch, gradients: _Gradients | None) -> FusedLoss:
-    """Compute the log-probabilities of all tokens, then their losses, then each chunk's logits again for gradients."""
+    """Compute the log-probabilities of all tokens, then all losses, then each chunk's logits again and gradients."""
     count = len(batch.targets)
     logprobs, entropy, lse = torch.empty(3, count, dtype=torch.float32, device=batch.hidden.device)
     for rows in head.chunks(count):
@@ -171,7 +171,7 @@ def _token_losses(batch: _Batch, logprobs: Tensor, state: VetoState) -> tuple[Te
 
 
 def _entropy_bonus(batch: _Batch, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
-    """The sum of the tokens' entropy bonus, and what its gradient needs: None if the objective has no bonus."""
+    """The entropy bonus, summed over the tokens, and what its gradient needs; 0 and None if the objective has none."""
     if not batch.inputs.config.entropy_coef:
         return entropy.new_zeros(()), None
     with torch.enable_grad():
@@ -189,7 +189,7 @@ def _gradient(
     entropy_term: EntropyTerm | None,
     gradients: _Gradients,
 ) -> Tensor:
-    """Compute the gradient of a chunk's hidden states, [n, H], and add that of the weight to its buffer."""
+    """Return the gradient of a chunk's hidden states, [n, H], and add the output weight's gradient to its buffer."""
     # float16's loss scale multiplies before the GEMMs, as in an ordinary backward pass: without it the GEMMs would
     # round small gradients to 0, which a later multiplication could not undo.
     scale = gradients.scale

@@ -54,13 +54,13 @@ class Head:
     """float32 [chunk, V / tp]: the only buffer of logits."""
 
     def chunks(self, tokens: int) -> Iterator[slice]:
-        """Slices of at most a chunk that cover `tokens` tokens in order."""
+        """Slices that cover `tokens` tokens in order, each of at most as many tokens as `logits` has rows."""
         size = len(self.logits)
         return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
 def make_head(weight: Tensor, layout: HeadLayout, tokens: int) -> Head:
-    """The head of `weight` [V / tp, H] for a pass over `tokens` tokens."""
+    """Make the head of this rank's `weight` [V / tp, H], with a buffer of logits for a pass over `tokens` tokens."""
     first = 0 if layout.tp_group is None else dist.get_rank(layout.tp_group) * len(weight)
     valid = max(0, min(len(weight), layout.vocab_size - first))
     size = max(1, min(layout.chunk, tokens))
@@ -78,16 +78,16 @@ def scan(
 
     With `support_ids`, each distribution is over these tokens only, as for `project`.
 
-    The chunk's logits stay in `head.logits`. If ranks share the vocabulary, they all-gather 16 bytes a token; every
-    rank merges the same numbers in the same order, so the results are bitwise equal on all of them.
+    The chunk's logits stay in `head.logits`. Ranks that shard the vocabulary all-gather 16 bytes a token. Every rank
+    merges the same numbers in the same order, so the results are bitwise equal on all ranks.
     """
     logits = project(head, hidden, support_ids)
     ranks: Tensor = head.rows.statistics(logits, head.scale, head.valid, targets - head.first)[None]
     if head.tp_group is not None:
         local = ranks
         ranks = local.new_empty(dist.get_world_size(head.tp_group), *local.shape[1:])
-        # Megatron does three all-reduces (tensor_parallel/cross_entropy.py). One gather takes less, and lets all ranks
-        # add in the same order.
+        # Megatron does three all-reduces (tensor_parallel/cross_entropy.py). One gather takes less time, and lets all
+        # ranks add in the same order.
         dist.all_gather_into_tensor(ranks, local, group=head.tp_group)
     tops, sums, means, target = ranks.unbind(1)
     top = tops.amax(0)
@@ -106,12 +106,12 @@ def head_backward(
     d_weight: Tensor | None,
     entropy: EntropyTerm | None = None,
 ) -> Tensor:
-    """Compute the gradient of sum(d_logprobs * logprob) in `hidden`, [n, H], and add that in the weight to `d_weight`.
+    """Compute the gradients of sum(d_logprobs * logprob) in `hidden` and in the weight, in 2 GEMMs.
 
-    With `entropy`, it is the gradient of sum(d_logprobs * logprob) + sum(entropy.d_entropy * H). It takes 2 GEMMs.
-
-    The logits that `scan` or `project` left in `head.logits` are overwritten. The result is this rank's part of the
-    gradient: the caller sums it over `head.tp_group`.
+    With `entropy`, sum(entropy.d_entropy * H) is added to the differentiated sum, where H is a token's entropy. The
+    weight's gradient is added to `d_weight`; None skips it. Returns the gradient in `hidden`, [n, H], of this rank's
+    part of the vocabulary: the caller sums it over `head.tp_group`. The logits that `scan` or `project` left in
+    `head.logits` are overwritten.
     """
     logits = head.logits[: len(hidden)]
     d_logits: Tensor = head.rows.gradient(
@@ -147,8 +147,8 @@ def project(head: Head, hidden: Tensor, support_ids: Tensor | None = None) -> Te
         local = (support_ids >= 0) & (columns >= 0) & (columns < head.valid)
         columns = columns.clamp(0, logits.shape[1] - 1)
         values = torch.where(local, logits.gather(1, columns), FLOOR)
-        # The scatter takes the maximum, because token ids of other ranks are clamped to columns that may coincide with
-        # each other and with those of local ids.
+        # Token ids of other ranks are clamped to a column of this rank, and may hit the column of a local id. They have
+        # the value FLOOR, so the maximum keeps the local id's logit.
         logits.fill_(FLOOR).scatter_reduce_(1, columns, values, "amax")
     return logits
 
@@ -164,10 +164,11 @@ def accumulate(total: Tensor, d_output: Tensor, x: Tensor) -> None:
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, layout: HeadLayout, support_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each target, differentiable in `hidden` and `weight`, and its entropy.
+    """Compute the log-probability of each target, and the entropy of the distribution that the target is from.
 
-    It serves any loss of log-probabilities. Forward takes 1 GEMM, backward recomputes the logits and takes 3 more;
-    `fused_policy_loss` takes 3 in all for most objectives.
+    Any loss may be computed from the log-probabilities, which are differentiable in `hidden` and `weight`. Forward
+    takes 1 GEMM; backward recomputes the logits and takes 3 more. `fused_policy_loss` takes 3 in all for most
+    objectives.
 
     Args:
         hidden: [T, H], the same on every rank of `layout.tp_group` (gathered before, under sequence parallelism).

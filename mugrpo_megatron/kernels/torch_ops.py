@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 FLOOR = -1e30
-"""Stands for the maximum over no logits. It is finite, so that the difference of two such maxima is finite."""
+"""The maximum over no logits, and the logit of a token that is masked out. It is finite, so that the difference of two
+of them is 0 and not nan."""
 CACHE_ELEMENTS = 1 << 17
 """Number of logits that are processed together: 512 KiB of float32 stay in a core's cache during the passes below."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntropyTerm:
-    """The entropies of n tokens, and the derivative of the loss in each: what the gradient of an entropy term needs."""
+    """What the gradient of an entropy term needs: the entropies of n tokens, and the loss's derivative in each."""
 
     value: Tensor
     """float32 [n], nats: H of each token's distribution over the whole vocabulary."""

@@ -146,8 +146,9 @@ def _gradient(
 
 
 LAYER_BLOCK = 1024
+"""Values of a row that a program of SwiGLU takes at a time."""
 LAYER_WARPS = 4
-"""Warps of a program, so that a thread has 8 values of 2 bytes and loads and stores take 16 bytes."""
+"""Warps of such a program: each thread then has 8 values, so that a load or store of 2-byte values takes 16 bytes."""
 
 
 def swiglu(x: Tensor) -> Tensor:
