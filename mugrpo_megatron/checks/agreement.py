@@ -29,7 +29,8 @@ class Agreement(NamedTuple):
     """Mean of |engine - learner| in nats a token; NaN if a log-probability is not finite."""
     tokens: int
     growth: float
-    """The mean of |engine - learner| over the last quarter of each text, divided by that over the first quarter."""
+    """The mean of |engine - learner| over the last quarter of each text, divided by that over the first quarter; 1 if
+    the latter is 0."""
 
 
 def agreement(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> Agreement:
@@ -49,8 +50,10 @@ def agreement(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> Ag
 
 
 def bound(dtype: str, fp8: bool = False) -> float:
-    """The largest mean difference that rounding explains, in nats a token; `fp8`: engine or learner multiplies in
-    fp8."""
+    """The largest mean of |engine - learner| that rounding explains, in nats a token.
+
+    `dtype` is `model.dtype`; `fp8` says whether engine or learner multiplies in fp8.
+    """
     return BOUNDS["fp8" if fp8 else dtype]
 
 
@@ -63,7 +66,7 @@ def disagreement(found: Agreement, most: float, unread: Sequence[str] = ()) -> s
         return ""
     if np.isnan(found.mean):
         return (
-            f"log-probabilities of {found.tokens} tokens are not finite, the engine's or the learner's: weights or "
+            f"of {found.tokens} tokens, some log-probabilities of the engine or the learner are not finite: weights or "
             "activations overflow; look at model.dtype, and at the checkpoint for values that are not finite"
         )
     causes = []
@@ -73,7 +76,9 @@ def disagreement(found: Agreement, most: float, unread: Sequence[str] = ()) -> s
         causes.append(
             f"these fields were taken to be without effect: {', '.join(unread)}; remove them from config.json"
         )
-    causes.append("compare config.json with the published model's; `mugrpo doctor --model DIR` compares both parts")
+    causes.append(
+        "compare config.json with the published model's; `mugrpo doctor DIR` names the fields that this project ignores"
+    )
     return (
         f"engine and learner differ by {found.mean:.3g} nats a token on {found.tokens} tokens with the same weights, "
         f"and rounding explains {most:g}: they compute different models. Likely a field of config.json that one of "

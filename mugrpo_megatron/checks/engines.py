@@ -87,11 +87,11 @@ def _rope(setup: EngineSetup) -> str:
 
 
 def _yarn_positions(setup: EngineSetup) -> int:
-    """Returns the number of positions in SGLang's table of YaRN rotations if a sequence of the recipe may be longer,
-    else 0.
+    """Returns the number of positions in SGLang's table of YaRN rotations if the recipe allows longer sequences than
+    that, else 0.
 
     The table has factor times original_max_position_embeddings positions (layers/rotary_embedding/yarn.py), whatever
-    max_position_embeddings says; SGLang reads beyond its end for later positions.
+    max_position_embeddings says. For later positions SGLang reads beyond the table's end.
     """
     scaling, recipe = _scaling(setup), setup.recipe
     known = (scaling.get("factor"), scaling.get("original_max_position_embeddings"))
@@ -102,17 +102,21 @@ def _yarn_positions(setup: EngineSetup) -> int:
 
 
 def _other_yarn(setup: EngineSetup) -> str:
-    """Returns the `attn_factor` that makes SGLang scale attention as the config says, if the config has another one;
+    """Returns the two keys with which SGLang scales attention as the config asks, if SGLang scales it otherwise now;
     else "".
 
-    SGLang multiplies the scale that follows from YaRN's factor by `attn_factor` (layers/rotary_embedding/yarn.py).
+    SGLang multiplies the scale that follows from YaRN's factor by `attn_factor` (layers/rotary_embedding/yarn.py). It
+    does not read `attention_factor`, which learner and transformers read.
     """
     scaling, factor = _scaling(setup), _scaling(setup).get("factor")
     if _rope(setup) != "yarn" or not isinstance(factor, int | float) or _latent(setup):
         return ""
     given = 1.0 if scaling.get("attn_factor") is None else scaling["attn_factor"]
-    wanted = attention_factor(scaling, factor) / mscale(factor, 1.0)
-    return "" if math.isclose(wanted, given, rel_tol=1e-6) else f"{wanted:.16g}"
+    scale = attention_factor(scaling, factor)
+    wanted = scale / mscale(factor, 1.0)
+    if math.isclose(wanted, given, rel_tol=1e-6):
+        return ""
+    return f"attention_factor = {scale:.16g} and attn_factor = {wanted:.16g}"
 
 
 def _latent_yarn(setup: EngineSetup) -> str:
@@ -134,15 +138,18 @@ def _null_rope(setup: EngineSetup) -> str:
 
 
 def _other_class(setup: EngineSetup) -> str:
-    """Returns the config's `architectures` and the class that SGLang needs there, as a part of the gap's sentence.
+    """Returns, as a part of the gap's sentence, the config's `architectures` and the class that SGLang needs there.
 
-    Empty if they agree. SGLang chooses the model's class by `architectures`, not by `model_type`.
+    "" if they agree or the config lacks one of the keys. SGLang chooses the model's class by `architectures`, not by
+    `model_type`.
     """
     family, named = setup.model.get("model_type", ""), setup.model.get("architectures")
     expected = ENGINE_CLASSES.get(CLASSES.get(family, family))
     if not expected or "model_type" not in setup.model or "architectures" not in setup.model:
         return ""
-    return "" if (named or [""])[0] == expected else f"{named}, and SGLang takes the model's class from it: {expected}"
+    if (named or [""])[0] == expected:
+        return ""
+    return f"{named}, from which SGLang takes the model's class; set it to {[expected]}"
 
 
 def _other_head_dim(setup: EngineSetup) -> bool:
@@ -183,7 +190,7 @@ def _hybrid(setup: EngineSetup) -> bool:
 
 
 def _other_interval(setup: EngineSetup) -> str:
-    """Returns, as text, the numbers of the layers with full attention, if these are not every
+    """Returns, as text, which layers (counted from 1) have full attention, if these are not every
     `full_attention_interval`-th layer; else ""."""
     interval, kinds = setup.model.get("full_attention_interval"), setup.model.get("layer_types")
     full = [layer for layer, kind in enumerate(kinds or [], 1) if kind == "full_attention"]
@@ -224,14 +231,14 @@ GAPS = (
     ),
     Gap(
         lambda c: c.recipe.engine.tensor % c.recipe.engine.nodes,
-        "engine.nodes = {engine.nodes} does not divide engine.tensor = {engine.tensor}: each node runs as many of an "
-        "engine's ranks; set engine.tensor to {engine.nodes} times the devices of a node",
+        "engine.nodes = {engine.nodes} does not divide engine.tensor = {engine.tensor}: each node runs the same "
+        "number of an engine's ranks; set engine.tensor to {engine.nodes} times the devices of a node",
         PROJECT_LIMIT,
     ),
     Gap(
         lambda c: c.recipe.rollout.episodes and c.recipe.learner.routing_replay == "rollout",
-        'learner.routing_replay = "rollout" with episodes: an engine returns the experts of one request, and '
-        'an episode has several; set it to "learner"',
+        'learner.routing_replay = "rollout" with episodes: an engine returns the experts that its '
+        'routers chose in one request, and an episode has several requests; set it to "learner"',
         PROJECT_LIMIT,
     ),
     Gap(
@@ -247,14 +254,14 @@ GAPS = (
     ),
     Gap(
         _yarn_positions,
-        "the model's YaRN has {it} positions (factor times original_max_position_embeddings), fewer than a prompt and "
-        "the longest response may have tokens: SGLang would read beyond its table of rotations; lower "
+        "the model's YaRN has {it} positions (factor times original_max_position_embeddings), fewer than the "
+        "longest sequence of the recipe has tokens: SGLang would read beyond its table of rotations; lower "
         "data.max_prompt_tokens, rollout.max_response_tokens or eval's max_tokens",
     ),
     Gap(
         _other_yarn,
         "the model's YaRN has an attention_factor, or mscale and mscale_all_dim, which SGLang does not read: engine "
-        "and learner would be different policies; write the same as attention_factor, and attn_factor = {it} beside it",
+        "and learner would be different policies; set {it} in its rope scaling",
     ),
     Gap(
         _latent_yarn,
@@ -263,11 +270,11 @@ GAPS = (
     ),
     Gap(
         _null_rope,
-        "the model's rope scaling has null for {it}, which SGLang takes for a number: remove it from config.json",
+        "the model's rope scaling has null for {it}, where SGLang needs a number: remove it from config.json",
     ),
     Gap(
         _other_class,
-        "the model's config.json names architectures {it} is the one of {model[model_type]}: write that one",
+        "the model's config.json has architectures {it}, the class of model_type {model[model_type]}",
     ),
     Gap(
         lambda c: _mixtral(c) and _rope(c) != "default" and _rope(c),
@@ -353,9 +360,9 @@ GAPS = (
 DEVICE_GAPS = (
     Gap(
         lambda c: c.recipe.run.deterministic and not c.cuda,
-        "run.deterministic = true needs CUDA to generate: the products and the attention of a CPU depend on what is "
-        "batched together, and SGLang has its fixed ones for CUDA only; set it to false, the learner on a CPU gives "
-        "equal bits on equal stages all the same",
+        "run.deterministic = true needs CUDA to generate: on a CPU, SGLang's matrix products and attention depend on "
+        "which requests it batches together; set it to false, the learner on a CPU trains to the same bits on the same "
+        "stage without it",
     ),
     Gap(
         lambda c: c.recipe.model.dtype == "float32" and c.cuda and not c.recipe.run.deterministic,
@@ -379,12 +386,12 @@ SYNC_GAPS = (
     Gap(
         lambda c: c.recipe.engine.quantization != "none",
         'engine.quantization = "{engine.quantization}" needs a learner, whose weight sync quantises: leave '
-        "--engine-only out, or set it to none",
+        '--engine-only out, or set it to "none"',
         PROJECT_LIMIT,
     ),
     Gap(
         lambda c: c.recipe.engine.nodes > 1,
-        "an engine of several nodes needs a learner's ranks on each: leave --engine-only out",
+        "engine.nodes = {engine.nodes} needs a learner's ranks on each: leave --engine-only out, or set it to 1",
         PROJECT_LIMIT,
     ),
 )

@@ -22,7 +22,8 @@ VIRTUAL = (1, 2, 4)
 
 
 def bundled_configs() -> dict[str, dict[str, Any]]:
-    """Returns folder name -> config of public models, for checks and plans before a model is on this machine."""
+    """Returns the configs of public models by the name of their folder, for checks and plans of a recipe whose model is
+    not on this machine."""
     table = tomllib.loads(files(__package__).joinpath("models.toml").read_text(encoding="utf-8"))
 
     def config(entry: dict[str, Any]) -> dict[str, Any]:
@@ -39,7 +40,8 @@ def divisors(n: int) -> list[int]:
 
 
 def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection]:
-    """Yields the layouts whose sizes divide the world and the model's heads, layers and experts.
+    """Yields the layouts of `world` ranks that divide the model's heads and experts, with no more pipeline ranks than
+    the model has layers.
 
     Not all of them are valid; `layout_problems` decides.
     """
@@ -64,9 +66,10 @@ def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection
 
 
 def layout_distance(first: ParallelSection, second: ParallelSection) -> float:
-    """Returns how far two layouts are apart: for each size the number of doublings between them, weighted and
-    summed."""
-    # Context parallelism weighs most: it is the last resort, for sequences too long for one rank.
+    """Returns how far two layouts are apart: for each size the number of doublings from one layout's to the other's,
+    weighted and summed."""
+    # Context parallelism weighs most, so that the nearest layout seldom adds it: only sequences that are too long for
+    # one rank need it.
     weights = {"tensor": 1.0, "pipeline": 1.0, "virtual_pipeline": 0.5, "context": 2.0, "expert": 1.0}
     return sum(w * abs(math.log2(getattr(first, size) / getattr(second, size))) for size, w in weights.items())
 
@@ -119,13 +122,16 @@ def check_layers(learner: LearnerSection, dtype: str, cuda: bool) -> None:
         return
     setting = f'learner.layers = "{learner.layers}"'
     if learner.fp8 != "none" and dtype != "bfloat16":
-        raise UserError(f'{setting} needs model.dtype = "bfloat16", for the weights and all that is not fp8')
+        raise UserError(
+            f'{setting} needs model.dtype = "bfloat16", in which it keeps the weights and computes what is not in fp8; '
+            'set that, or learner.layers = "local"'
+        )
     if not cuda:
         raise UserError(f'{setting} needs CUDA, and this learner runs on CPU; set it to "local" or "auto"')
     if find_spec("transformer_engine") is None:
         raise UserError(
-            f"{setting}, but Transformer Engine is not installed: `run_scripts/setup.sh --cuda --with-te` builds it; "
-            'or set it to "local" or "auto"'
+            f"{setting}, but Transformer Engine is not installed: run `run_scripts/setup.sh --cuda --with-te`, or set "
+            'the key to "local" or "auto"'
         )
 
 
@@ -167,8 +173,8 @@ def layout_problems(
         )
     if cp > 1 and has_delta(model):
         yield (
-            f"parallel.context = {cp} splits sequences, and the state of the model's gated delta networks runs through "
-            "a whole one; set it to 1"
+            f"parallel.context = {cp} splits sequences, and the state of the model's gated delta networks passes from "
+            "each token to the next; set it to 1"
         )
     yield from split_problems(parallel, model)
     yield from _expert_problems(parallel, experts_of(model), data_parallel)
@@ -230,8 +236,8 @@ def _shard_problems(name: str, size: int, model: Mapping[str, Any]) -> Iterator[
 
 
 def _fp8_problems(learner: LearnerSection, tp: int, model: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each dimension that is too uneven for fp8 products when `tp` tensor parallel ranks share
-    it."""
+    """Yields a sentence for each reason why `tp` tensor parallel ranks cannot compute the model's products in fp8; none
+    if the recipe does not ask for fp8."""
     if learner.fp8 == "none":
         return
     if has_delta(model):
@@ -256,8 +262,8 @@ def problems_of_any_layout(recipe: Recipe, model: Mapping[str, Any]) -> Iterator
     yield from _fp8_problems(recipe.learner, recipe.parallel.tensor, model)
     if recipe.model.dtype == "float16" and experts_of(model):
         yield (
-            'model.dtype = "float16" would scale the gradients of experts and other weights by different overflows; '
-            'take "bfloat16" for a model with experts'
+            'model.dtype = "float16" with experts: Megatron has one loss scale for the experts and another for the '
+            'other weights, and an overflow lowers only one of them; set it to "bfloat16"'
         )
     if recipe.learner.routing_replay != "off" and not experts_of(model):
         yield (
@@ -266,12 +272,12 @@ def problems_of_any_layout(recipe: Recipe, model: Mapping[str, Any]) -> Iterator
     if recipe.objective.mismatch != "none" and recipe.rollout.behaviour == "engine":
         yield (
             f'objective.mismatch = "{recipe.objective.mismatch}" corrects ratios against the learner\'s probabilities; '
-            'set rollout.behaviour = "learner" with it'
+            'set rollout.behaviour = "learner" with it, or objective.mismatch = "none"'
         )
     if recipe.checkpoint.every_stages > 1 and recipe.schedule.ends_early:
         yield (
-            "checkpoint.every_stages above 1 repeats the updates of whole stages on resuming, and on a GPU rounding "
-            "could end a stage (schedule.max_kl) at another update than before; set it to 1"
+            "checkpoint.every_stages above 1 with schedule.max_kl: a resumed run repeats whole stages, and by rounding "
+            "on a GPU a repeated stage could end at another update than before; set it to 1"
         )
     limit = model.get("max_position_embeddings")
     response = recipe.longest_response
@@ -279,5 +285,6 @@ def problems_of_any_layout(recipe: Recipe, model: Mapping[str, Any]) -> Iterator
     if limit and tokens > limit:
         key = "rollout.max_response_tokens" if response == recipe.rollout.max_response_tokens else "eval's max_tokens"
         yield (
-            f"data.max_prompt_tokens + {key} = {tokens} exceeds the model's {limit} positions (max_position_embeddings)"
+            f"data.max_prompt_tokens + {key} = {tokens} exceeds the model's {limit} positions "
+            "(max_position_embeddings); lower one of the two"
         )

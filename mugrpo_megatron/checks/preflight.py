@@ -72,8 +72,8 @@ ANY_PROBLEM = Problem("a question", "1+1=", "2")
 def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = True) -> tuple[Recipe, Problems | None]:
     """Raise UserError for a run that cannot work; call `say` with lines about its model, layout and data.
 
-    Returns the recipe with `model.path` on this machine, and the problems of its data sets. Only rank 0 of a run that
-    generates reads these; otherwise they are None.
+    Returns the recipe with `model.path` on this machine, and the problems of its data sets. The problems are None on
+    ranks other than 0, and if `generates` is false.
     """
     main = rank_of_environment() == 0  # only rank 0 reads: other ranks might see files that it is still writing
     if main:
@@ -113,8 +113,10 @@ def say_warmup(optimizer: OptimizerSection, schedule: ScheduleSection, say: Say)
 
 
 def check_on_paper(recipe: Recipe, say: Say) -> None:
-    """Check a run for `--dry-run`: without a download, and without this machine's device. Beyond what `check_run` does,
-    it prints the first prompt, tries `rollout.agent`, and scores a gold, if the data are on this machine.
+    """Check a run for `--dry-run`: without a download, and without this machine's device.
+
+    If the data are on this machine, it also prints the first prompt, tries `rollout.agent`, and gives a gold to each
+    reward function as the response.
 
     The layout is checked on WORLD_SIZE ranks; without this environment variable, on the fewest ranks that the layout
     needs.
@@ -242,15 +244,15 @@ def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
     if recipe.sft.train is None:
         if recipe.data.train not in TASKS:  # a math data set has golds, but no answers to imitate
             raise UserError(
-                f'data.train = "{recipe.data.train}": a new model imitates the answers of a bundled task; take one of '
-                f"{', '.join(TASKS)}, name rows of prompts and responses with sft.train, or start RL from a downloaded "
-                "model"
+                f'data.train = "{recipe.data.train}": without sft.train, `mugrpo sft` trains a new model on a bundled '
+                f"task; set data.train to one of {', '.join(TASKS)}, or name rows of prompts and responses with "
+                "sft.train, or begin with `mugrpo train` on a downloaded model"
             )
         return recipe
     if recipe.sft.train in TASKS:
         raise UserError(
-            f'sft.train = "{recipe.sft.train}" is a bundled task, which a new model learns: name it with data.train, '
-            "and leave sft.train out"
+            f'sft.train = "{recipe.sft.train}" is a bundled task, and sft.train names rows for an existing model; to '
+            "train a new model on the task, set data.train to it and leave sft.train out"
         )
     check_files(recipe.sft.train)
     check_style(recipe.data.prompt_style)
@@ -352,7 +354,8 @@ def _check_command(agent: str) -> None:
         words = shlex.split(agent)
     except ValueError as error:
         raise UserError(f"rollout.agent {agent!r} cannot be split into words ({error}); close its quotes") from None
-    # A program's PATH begins with this interpreter's folder (extras/episodes/environment.py).
+    # The folder of this interpreter is searched too, since the agent's PATH will begin with it
+    # (extras/episodes/environment.py).
     paths = (None, os.path.dirname(os.path.abspath(sys.executable)))
     if not words or all(shutil.which(words[0], path=path) is None for path in paths):
         named = f"there is no program {words[0]!r}" if words else "it is empty"
@@ -403,8 +406,8 @@ def _check_engine_device(setup: EngineSetup) -> None:
 
 
 def _check_toolkit() -> None:
-    """Raise UserError when an engine on this node's GPUs could not compile its kernels. One rank of each node
-    checks."""
+    """Raise UserError when this node has GPUs but lacks a tool that engines need to compile kernels. One rank of each
+    node checks."""
     if os.environ.get("LOCAL_RANK", "0") != "0" or not driver_finds_gpu():
         return
     for tool in tools_here():

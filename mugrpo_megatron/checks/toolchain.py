@@ -2,7 +2,7 @@
 
 Imports only Python's own library, so that run_scripts/setup.sh can run it before anything is installed:
 
-    python -m mugrpo_megatron.checks.toolchain     # prints what is missing; 2 if installing packages would not help
+    python -m mugrpo_megatron.checks.toolchain     # prints what is missing; exits with 2 if packages would not run here
 """
 
 from __future__ import annotations

@@ -69,10 +69,10 @@ def with_recipe(
 
 
 def with_dtype(section: ModelSection, say: Callable[[str], None]) -> ModelSection:
-    """Returns `[model]` with the dtype that this machine multiplies fastest, unless the recipe sets one or there is
-    CUDA.
+    """Returns `[model]` with the dtype that this machine's CPU multiplies fastest; unchanged if the recipe sets a dtype
+    or the machine may have CUDA.
 
-    `say` gets a line with the dtype.
+    `say` gets a line about a dtype that is chosen here.
     """
     if "dtype" in section.model_fields_set or may_find_cuda():
         return section

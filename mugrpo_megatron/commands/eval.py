@@ -123,17 +123,16 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
 
 
 def settings_of(recipe: Recipe, names: Mapping[str, str], problems: Sequence[Problem]) -> dict[str, Any]:
-    """Returns the settings that must be equal for an evaluation of `problems` to be continued; `names` is set ->
-    source.
+    """Returns the settings that decide whether an evaluation of `problems` may be continued: all must be equal.
 
-    Problems, users' reward files and the chat template are in it as checksums, since a file may change under the same
-    name.
+    `names` is set -> source. Problems, users' reward files and the chat template are in the settings as checksums,
+    since a file may change under the same name.
     """
     keys = {"samples", "temperature", "top_p", "max_tokens"}
     hub = hub_model(recipe.model)
     return {
         "model": asdict(hub) if hub else str(recipe.model.directory.resolve()),
-        # A run that is still training writes its later weights to the same path.
+        # The path alone does not name the weights: a run that is still training writes its later weights there.
         "weights": weights_fingerprint(recipe.model) or None,
         "sources": dict(names),
         "sampling": {name: recipe.eval.of(name).model_dump(include=keys) for name in names},
@@ -163,7 +162,9 @@ class EvalRecord:
         unknown = NEW_SETTINGS - before.keys()
         differing = [key for key in settings if key not in unknown and not _same(before.get(key), settings[key])]
         if differing:
-            raise UserError(f"{directory} holds an evaluation with other {', '.join(differing)}; choose another --out")
+            raise UserError(
+                f"{directory} holds an evaluation with other settings ({', '.join(differing)}); choose another --out"
+            )
         for name in (SETTINGS, "problems.jsonl", "summary.json", "table.md", "engine.log"):
             check_output(directory / name, f"--out {directory}: {name}", own=is_evaluation, inputs=inputs)
         make_directory(directory, f"--out {directory}")

@@ -76,15 +76,16 @@ def weights_of(model: Path) -> Path:
         return trained
     if (model / "run.json").exists():
         raise UserError(
-            f"{model}: this run has no hf/ yet; it is written at a checkpointed stage's end and when the run finishes; "
-            "wait until then"
+            f"{model}: this run has no hf/ yet; wait until the run has finished, or has ended a stage with a "
+            "checkpoint (checkpoint.every_stages)"
         )
     return model
 
 
 def results_of(model: Path) -> Path:
-    """Returns the directory for a model's results: beside its weights, or under `runs` for a model of the hub."""
-    # A run replaces its hf/, so the results of these weights go into the run's directory.
+    """Returns the directory for a model's results: `eval` beside a run's hf/, `eval` inside another checkpoint, and
+    runs/eval/NAME for a model of the hub."""
+    # Not inside a run's hf/, since the run replaces that directory.
     from mugrpo_megatron.run.record import PROVENANCE
 
     if model_name(model) is not None:
@@ -150,10 +151,17 @@ def rollouts_arguments(parser: Parser) -> None:
     )
     rightness = parser.add_mutually_exclusive_group()
     rightness.add_argument(
-        "--right", action="store_const", const=True, help="show only responses with a reward of at least 0.5"
+        "--right",
+        action="store_const",
+        const=True,
+        help="show only responses with a reward of at least 0.5 before penalties",
     )
     rightness.add_argument(
-        "--wrong", action="store_const", const=False, dest="right", help="show only responses with a reward below 0.5"
+        "--wrong",
+        action="store_const",
+        const=False,
+        dest="right",
+        help="show only responses with a reward below 0.5 before penalties",
     )
     parser.add_argument("--min-reward", type=float, metavar="R", help="show only responses with a reward of at least R")
     parser.add_argument("--max-reward", type=float, metavar="R", help="show only responses with a reward of at most R")
@@ -192,7 +200,10 @@ def rollouts(options: Options) -> int:
     conditions = RolloutFilter(**{field.name: getattr(options, field.name) for field in fields(RolloutFilter)})
     if options.by:
         if not conditions.takes_all or options.policy:
-            raise UserError("--by problem counts every response of a stage: leave the other conditions out")
+            raise UserError(
+                "--by problem counts every response of a stage: leave the other conditions out, such as --grep and "
+                "--policy"
+            )
         browse_problems(options.run_dir, options.stage, options.limit, options.overrides, options.json)
         return 0
     browse(options.run_dir, options.stage, conditions, options.policy, options.overrides, options.json)
@@ -209,7 +220,7 @@ def report(options: Options) -> int:
     run_dirs, out = options.run_dir, options.out
     if len(run_dirs) == 1:
         if out is not None:
-            raise UserError("--out is for a page of several runs; one run's is RUN_DIR/report.html")
+            raise UserError("--out is for a page of several runs; leave it out: one run's page is RUN_DIR/report.html")
         from mugrpo_megatron.report.page import write_report
 
         print(visible(str(write_report(run_dirs[0]))))

@@ -23,7 +23,7 @@ WIDE = 120
 CLIP = 48
 """Most characters of a prompt and of a response in a wide table."""
 SHORT = 12
-"""Characters of a gold and of an extracted answer in a table."""
+"""Most characters of a gold and of an extracted answer in a table."""
 LONG = 400
 """Most characters that are shown of a value of a source row and of a reason; --json has the whole text."""
 
@@ -33,13 +33,14 @@ class StaleResponse(Protocol):
 
     @property
     def dropped(self) -> np.ndarray:
-        """bool [R]: for each of the response's R tokens, whether the veto drops it."""
+        """bool [R]: for each of the response's R tokens, whether the veto drops it from the loss or gives it little
+        weight."""
 
     def cells(self) -> list[str]:
         """Two columns of the table: the response's lowest importance ratio, and its number of dropped tokens."""
 
     def record(self) -> dict[str, Any]:
-        """The fields that a JSON line has about the response under the later policy."""
+        """The fields about the later policy that the response's JSON line gets."""
 
     def marked(self, tokens: Sequence[str]) -> Text:
         """The response's tokens as text, with marks on those that trigger the veto and on those that it drops."""
@@ -207,7 +208,7 @@ def _line(text: str) -> str:
 
 
 def _response(rollout: Rollout, tokenizer: PreTrainedTokenizerBase | None) -> Text:
-    """Returns the response as text, its special tokens included; control characters are escaped."""
+    """Returns the response as text, with its special tokens if there is a tokenizer; control characters are escaped."""
     if tokenizer is None:
         return Text(visible(rollout.text))
     ids = rollout.sample.response_ids.tolist()

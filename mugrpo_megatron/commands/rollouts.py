@@ -56,7 +56,7 @@ class RolloutFilter:
     min_reward: float | None = None
     max_reward: float | None = None
     right: bool | None = None
-    """Only responses whose verdict is at least `RIGHT`, or with False only the others."""
+    """With True only responses that count as right (`RIGHT`), with False only those that do not."""
     advantage: Literal["positive", "negative", "zero"] | None = None
     vetoed: bool = False
     """Only responses with tokens that the veto drops."""
@@ -70,15 +70,18 @@ class RolloutFilter:
         return replace(self, limit=0) == RolloutFilter(limit=0)
 
     def accepts(self, sample: Sample, advantage: float) -> bool:
-        """Whether a response passes every condition but `update` and `grep`."""
+        """Whether a response passes every condition but `update`, `grep` and `limit`.
+
+        Of `vetoed` it checks only that the advantage is not 0: whether the veto drops tokens is computed later.
+        """
         return (
             (self.group is None or sample.group == self.group)
             and (self.min_reward is None or sample.reward >= self.min_reward)
             and (self.max_reward is None or sample.reward <= self.max_reward)
             and (self.right is None or (reward_before_penalty(sample.reward, sample.components) >= RIGHT) is self.right)
             and (self.advantage is None or np.sign(advantage) == SIGNS[self.advantage])
-            # The veto drops no token of a response with advantage 0. Responses with a positive advantage pass, because
-            # with `prefix_signs = "both"` the veto may weigh their tokens too.
+            # The veto drops no token of a response with advantage 0. With `prefix_signs = "both"` it may drop tokens of
+            # a response with positive advantage, so these pass.
             and (not self.vetoed or advantage != 0)
         )
 
@@ -96,8 +99,8 @@ def browse(
     With `policy`, a Hugging Face checkpoint, the veto is applied as it would be under these weights; with
     `conditions.vetoed` the default is the run's `hf/`. `overrides` change keys of the run's recipe, so that another
     veto can be tried: `objective.trigger_ratio=0.1`. Without a tokenizer, prompts are left out and responses are the
-    stored texts. Raises UserError when the run does not exist, and for a stage, update or group that it does not have
-    or has not sealed.
+    stored texts. Raises UserError when the run does not exist, when the stage is not sealed, and for an update or a
+    group that the stage does not have.
     """
     directory, recipe = _opened(run_dir, overrides)
     policy = policy or (directory.hf if conditions.vetoed else None)
@@ -139,10 +142,11 @@ def browse(
 def browse_problems(
     run_dir: Path, stage: int | None, limit: int, overrides: Sequence[str] = (), as_json: bool = False
 ) -> None:
-    """Print pass rate, tokens and cut responses of each problem of a sealed stage; those solved least come first.
+    """Print the pass rate, the mean tokens and the share of cut responses of each problem in a sealed stage.
 
-    Prints a table of `limit` problems, or JSON lines that `data.train` reads, for all problems whose rows are known:
-    the row and `pass_rate`. Raises UserError when the run does not exist, or has not sealed the stage.
+    Problems with a low pass rate come first. Prints a table of `limit` problems or, with `as_json`, JSON lines for all
+    problems whose rows are known: the row with `pass_rate`, in the form that `data.train` reads. Raises UserError when
+    the run does not exist, or has not sealed the stage.
     """
     directory, recipe = _opened(run_dir, overrides)
     number, store, note = _stage(directory, stage)
@@ -187,7 +191,8 @@ def _by_problem(store: StageStore, rows: Mapping[str, dict[str, Any]]) -> list[P
 
 
 def _bundled_rows(sources: str) -> dict[str, dict[str, Any]]:
-    """Returns problem id -> question and gold, for all training problems of the bundled tasks: they have no rows."""
+    """Returns problem id -> question and gold, for all training problems of the bundled tasks among `sources`: a stage
+    stores no rows for these."""
     tasks = [source for source in named_sources(sources).values() if source in arithmetic.TASKS]
     drawn = [problem for task in tasks for problem in arithmetic.problems(0, "train", arithmetic.GENERATED, task)]
     return {problem.id: {PLAIN.question: problem.question, PLAIN.answer: problem.answer} for problem in drawn}
@@ -215,8 +220,8 @@ def _empty_note(conditions: RolloutFilter, legend: str | None) -> str:
 
 
 def _limit_note(count: int, conditions: RolloutFilter, store: StageStore) -> str:
-    """Returns a note if --limit may hide responses, else "". It says how many there are if no other condition is
-    set."""
+    """Returns a note if --limit may hide responses, else "". The note has the number of the stage's responses if no
+    other condition is set."""
     if count < conditions.limit:
         return ""
     if not conditions.takes_all:
@@ -226,7 +231,7 @@ def _limit_note(count: int, conditions: RolloutFilter, store: StageStore) -> str
 
 
 def _tokenizer(directories: Iterable[Path]) -> PreTrainedTokenizerBase | None:
-    """Returns the tokenizer of the first directory that has one."""
+    """Returns the tokenizer of the first directory that has one; None if none has."""
     for directory in directories:
         try:
             check_tokenizer(directory)
@@ -249,7 +254,7 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     is not sealed, else "". UserError if the stage is not sealed or does not exist."""
     folders = directory.stages()
     for number in sorted(folders, reverse=True) if stage is None else [stage] if stage in folders else []:
-        # Stages before the one that is shown are not checked: damage to them should not prevent that this one is shown.
+        # Earlier stages are not checked: damage to one of them should not prevent that this stage is shown.
         check_stage(folders[number])
         store = StageStore(folders[number])
         if store.sealed:
@@ -259,8 +264,10 @@ def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore,
     sealed = [number for number, path in folders.items() if _is_sealed(path)]
     number = max(folders, default=0) if stage is None else stage
     groups = f"{len(StageStore(folders[number]).verified_groups())} groups so far" if number in folders else "nothing"
-    shown = f"only sealed stages are shown: {sealed or 'none'}"
-    raise UserError(f"{directory.path}: stage {number} holds {groups}, {shown}")
+    raise UserError(
+        f"{directory.path}: stage {number} holds {groups} and is not sealed; only sealed stages can be shown: "
+        f"{sealed or 'there is none yet'}"
+    )
 
 
 def _is_sealed(path: Path) -> bool:
@@ -321,8 +328,8 @@ def _behaviour(path: Path, store: StageStore, update: int) -> list[np.ndarray]:
     column = LogprobColumn(path, stage_identity(store.content))
     if not column.complete:
         raise UserError(
-            f'{path} is missing or incomplete: with rollout.behaviour = "learner" `mugrpo optimize` writes it before '
-            "the first update; run that first"
+            f'{path} is missing or incomplete: with rollout.behaviour = "learner" it is written before the first '
+            "update on the stage; run `mugrpo optimize` or `mugrpo train` first"
         )
     return column.read(update)
 

@@ -88,9 +88,9 @@ def run(
 
     Each row gains `reward`, `extracted`, `why`, `seconds` and `components`; its other columns stay, as `to_json_value`
     writes them. Its gold (`answer`) is read as in training: text, `#### 42`, a box, a number, a list of them. `opening`
-    is the tag with which the recipe's prompts open a thought; a row's text `prompt` takes precedence. The output is
-    written completely or not at all. Raises UserError before scoring if the output must not be written
-    (`check_output`), for a file without rows, and with `strict` for the first malformed row. A row on which a function
+    is the tag with which the recipe's prompts open a thought; a tag in a row's text `prompt` takes precedence. The
+    output is written completely or not at all. Raises UserError before scoring if the output must not be written
+    (`check_output`) or no row is well-formed, and with `strict` for the first malformed row. A row on which a function
     fails is written with the exception as `why`.
     """
     start = time.perf_counter()
@@ -102,7 +102,8 @@ def run(
     source = _well_formed(input_path, section, strict, malformed)
     first = next(source, None)
     if first is None:
-        raise UserError(f"{input_path} holds no row to score ({len(malformed)} malformed): check the file")
+        why = f"; {len(malformed):,} rows are malformed, the first: {malformed[0]}" if malformed else ""
+        raise UserError(f"{input_path} holds no row to score{why}; add rows with the fields 'response' and 'answer'")
     # Failures do not stop the scoring: a row on which the function fails is written too.
     patient = section.model_copy(update={"max_failure_share": 1.0})
     make_directory(output_path.parent, f"--out {output_path}")

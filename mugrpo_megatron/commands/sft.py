@@ -51,7 +51,7 @@ HEAD_DIM = 16
 """Head dimension of a new model. The model has no grouped-query attention, with which the bundled task needs several
 times as many updates."""
 MAX_UPDATES = 4000
-"""Updates over which a new model's learning rate decays, even if it stops earlier."""
+"""Most updates of a new model. Its learning rate decays over all of them, even if the training stops earlier."""
 CHECK_EVERY = 25
 """Updates between checks of the held-out accuracy."""
 INIT_STD = 0.05
@@ -63,9 +63,9 @@ change over them, and aligning digits takes several times the updates."""
 def train(recipe: Recipe) -> None:
     """Fine-tune a model and save it as a Hugging Face checkpoint in `sft.output`; every rank of the world runs this.
 
-    With `sft.train`, trains `model.path` on its rows. Otherwise trains a new Qwen2 on the task `data.train` until
-    `sft.target_accuracy`. A finished result of the same recipe is kept. Raises UserError if the recipe has nothing to
-    imitate, or if `sft.output` holds the result of another recipe.
+    With `sft.train`, trains `model.path` on its rows. Otherwise trains a new Qwen2 on the task `data.train` until it
+    reaches `sft.target_accuracy` or has taken MAX_UPDATES updates. A finished result of the same recipe is kept. Raises
+    UserError if the recipe has nothing to imitate, or if `sft.output` holds the result of another recipe.
     """
     out = recipe.sft.output
     recipe = check_warm_start(recipe)
@@ -96,13 +96,13 @@ def train(recipe: Recipe) -> None:
 
 
 def updates_on(rows: int, section: SftSection) -> int:
-    """Returns the number of updates in `epochs` passes over the rows; UserError if it exceeds the greatest possible
-    number."""
+    """Returns the number of updates in `sft.epochs` passes over the rows; UserError if it is above
+    MAX_STAGE_UPDATES."""
     updates = math.ceil(section.epochs * rows / section.batch)
     if updates > MAX_STAGE_UPDATES:
         raise UserError(
             f"sft.epochs = {section.epochs} over {rows:,} rows is {updates:,} updates; at most {MAX_STAGE_UPDATES:,} "
-            "can be numbered; raise sft.batch"
+            "can be numbered; raise sft.batch or lower sft.epochs"
         )
     return updates
 
@@ -187,8 +187,8 @@ def question_and_answer(problem: Problem, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def greedy_accuracy(learner: Learner, sequences: Sequence[TokenSequence]) -> float:
-    """Returns the fraction of sequences that greedy decoding would produce. Collective; every rank gets the same
-    result.
+    """Returns the fraction of sequences whose whole answer greedy decoding would produce. Collective; every rank gets
+    the same result.
 
     Greedy decoding produces an answer exactly when each of its tokens is the most likely one after those before it, so
     one forward pass over the right answers is enough.
@@ -224,9 +224,10 @@ def _imitate(learner: Learner, tokenizer: PreTrainedTokenizerBase, display: Disp
 
 
 def _cross_entropy(tokens: int) -> TokenLoss:
-    """Returns the loss of a micro-batch: its sum of token losses, divided by `tokens`.
+    """Returns the loss function of a micro-batch: the sum of its token losses, divided by `tokens`.
 
-    `tokens` is the number of the whole update's trained tokens, so the losses of its micro-batches add up to the mean.
+    `tokens` is the number of trained tokens in the whole update, so the losses of the update's micro-batches add up to
+    the mean over tokens.
     """
     return lambda logprobs, batch: -logprobs.sum() / tokens
 

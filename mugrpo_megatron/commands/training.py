@@ -240,12 +240,12 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     from mugrpo_megatron.run.opening import open_run
     from mugrpo_megatron.train import optimize_stage
 
-    if rank_of_environment() == 0:  # the other ranks wait for rank 0 where they join the world
+    if rank_of_environment() == 0:  # one rank writes the branch; the others wait for it in open_run, to form the world
         if source is not None and stage is not None:
             branch(recipe, source, stage)
         if not _sealed(recipe, _current_stage(recipe, stage)):
             raise UserError(
-                f"{recipe.run.dir}: the stage is not complete; run `mugrpo generate` with this recipe first"
+                f"{recipe.run.dir}: its current stage is not sealed; run `mugrpo generate` with this recipe first"
             )
     if recipe.eval.every_updates:
         say("eval.every_updates: nothing is evaluated inside the stage, since `mugrpo optimize` has no engine")
@@ -256,8 +256,8 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
 
 
 def _current_stage(recipe: Recipe, stage: int | None) -> int:
-    """Returns the number of the run's current stage; UserError when `stage` is given and is another one, or no stage is
-    left."""
+    """Returns the number of the run's current stage. UserError when `stage` is given and is not this number, or when
+    the run has taken all of its updates."""
     from mugrpo_megatron.run.checkpoints import check_stage_sealed, newest_cursor
     from mugrpo_megatron.run.directory import RunDirectory
 
@@ -266,8 +266,8 @@ def _current_stage(recipe: Recipe, stage: int | None) -> int:
     check_stage_sealed(directory, cursor)
     if cursor.finished(recipe.schedule):
         raise UserError(
-            f"{recipe.run.dir} has taken all of its {cursor.updates} updates; `mugrpo train` finishes "
-            "it, a larger schedule.stages continues it"
+            f"{recipe.run.dir} has taken all of its {cursor.updates} updates; run `mugrpo train` to write its results, "
+            "or raise schedule.stages to continue it"
         )
     if stage not in (None, cursor.stage):
         raise UserError(

@@ -21,9 +21,9 @@ RECIPE = "recipe.toml"
 
 
 def check_warm_start_output(recipe: Recipe) -> None:
-    """Raise UserError unless `mugrpo sft` may and can write `sft.output`.
+    """Raise UserError unless `mugrpo sft` can write `sft.output`, and may.
 
-    It may not replace another recipe's result, or an hf/ that it did not write.
+    `mugrpo sft` may not replace another recipe's result, or an hf/ that it did not write.
     """
     is_warm_started(recipe)
 
@@ -45,13 +45,13 @@ def is_warm_started(recipe: Recipe) -> bool:
         raise UserError(f"{out} holds the warm start of another recipe; {remedy}")
     if (out / "hf" / CONFIG).is_file():
         return True
-    check_output(out / "hf", str(out / "hf"), kind="directory", remedy=f"it is not a warm start; {remedy}")
+    check_output(out / "hf", str(out / "hf"), kind="directory", remedy=f"it has no {CONFIG}: no warm start; {remedy}")
     return False
 
 
 def _identity(recipe: Recipe) -> tuple[object, ...]:
     """Returns the settings that decide the weights which `mugrpo sft` produces."""
-    # On a bundled task the seed is left out, so that runs with several seeds can begin from one warm start.
+    # For a bundled task the seed is not among them, so that recipes with several seeds can begin from one warm start.
     section = recipe.sft.model_copy(update={"lr": recipe.sft.peak_lr})
     if section.train is None:
         return section, recipe.data.train, recipe.model.dtype
@@ -69,7 +69,7 @@ def _identity(recipe: Recipe) -> tuple[object, ...]:
 
 @contextmanager
 def locked_warm_start(out: Path) -> Iterator[None]:
-    """Hold the directory's lock on rank 0 during the block, after removing what killed commands left behind."""
+    """Hold the lock of the directory `out` on rank 0 during the block. First remove what killed commands left there."""
     if rank_of_environment() != 0:
         yield
         return

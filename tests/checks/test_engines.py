@@ -209,7 +209,7 @@ def test_yarn_is_refused_where_the_engine_would_scale_attention_otherwise(name: 
     for same in ({"attn_factor": attn_factor, "attention_factor": 1.0}, {"attn_factor": 0.9}, {"attn_factor": 1}):
         assert problems_of(recipe(), {**MODEL, name: {**YARN, **same}}) == []
     (problem,) = problems_of(recipe(), {**MODEL, name: {**YARN, "attention_factor": 1.0}})
-    assert f"attn_factor = {attn_factor:.16g} beside it" in problem  # the way out
+    assert f"set attention_factor = 1 and attn_factor = {attn_factor:.16g} in its" in problem  # the way out
     (problem,) = problems_of(recipe(), {**MODEL, name: {key: YARN[key] for key in YARN if key != "factor"}})
     assert "YaRN has no factor, for which SGLang takes 1" in problem
 
@@ -226,9 +226,9 @@ LATENT = {"model_type": "deepseek_v3", **models.FAMILIES["deepseek_v3"]}
         ({**MODEL, "model_type": "mixtral", "rope_theta": 10000.5}, "rope_theta is no whole number"),
         (
             {**MODEL, "model_type": "qwen2", "architectures": ["Qwen2ForRewardModel"]},
-            "architectures ['Qwen2ForRewardModel'], and SGLang takes the model's class from it: Qwen2ForCausalLM is",
+            "architectures ['Qwen2ForRewardModel'], from which SGLang takes the model's class; set it to ['Qwen2",
         ),
-        ({**MODEL, "model_type": "llama", "architectures": None}, "LlamaForCausalLM is the one of llama"),
+        ({**MODEL, "model_type": "llama", "architectures": None}, "ForCausalLM'], the class of model_type llama"),
     ],
 )
 def test_a_config_that_the_engine_reads_otherwise_is_refused(model: dict[str, Any], said: str) -> None:

@@ -75,7 +75,7 @@ def test_other_weights_of_one_path_are_another_evaluation(tmp_path: Path) -> Non
     recipe = Recipe.model_validate({"model": {"path": tmp_path / "hf"}})
     EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, []))
     (tmp_path / "hf" / "model.safetensors").write_bytes(b"later")
-    refuses(r"with other weights; choose another", EvalRecord, tmp_path / "out", settings_of(recipe, SUMS, []))
+    refuses(r"other settings \(weights\); choose", EvalRecord, tmp_path / "out", settings_of(recipe, SUMS, []))
 
 
 def test_other_problems_or_functions_behind_a_name_are_another_evaluation(
@@ -95,10 +95,10 @@ def test_other_problems_or_functions_behind_a_name_are_another_evaluation(
     }
     EvalRecord(tmp_path / "older", old)
     EvalRecord(tmp_path / "older", settings_of(recipe, SUMS, problems))
-    with pytest.raises(UserError, match=r"with other problems; choose another"):
+    with pytest.raises(UserError, match=r"with other settings \(problems\); choose another"):
         EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, [replace(problems[0], answer="3")]))
     code.write_text("def right(response):\n    return 0.0\n")
-    with pytest.raises(UserError, match=r"with other reward files; choose another"):
+    with pytest.raises(UserError, match=r"with other settings \(reward files\); choose another"):
         EvalRecord(tmp_path / "out", settings_of(recipe, SUMS, problems))
 
 

@@ -351,4 +351,4 @@ def test_another_stage_s_damage_is_not_this_one_s(
     browse(run, 0, RolloutFilter(limit=1), model)
     assert PROMPT in capsys.readouterr().out
     refuses("00007", browse, run, None, RolloutFilter(limit=1), model)
-    refuses("stage 3 holds nothing, only sealed stages are shown", browse, run, 3, RolloutFilter(), model)
+    refuses("stage 3 holds nothing and is not sealed; only sealed", browse, run, 3, RolloutFilter(), model)

@@ -102,5 +102,5 @@ def test_an_evaluation_begun_before_the_key_is_continued(tmp_path: Path) -> None
     EvalRecord(tmp_path, before)
     EvalRecord(tmp_path, settings)
     EvalRecord(tmp_path, before)
-    with pytest.raises(UserError, match="holds an evaluation with other data"):
+    with pytest.raises(UserError, match=r"holds an evaluation with other settings \(data\)"):
         EvalRecord(tmp_path, settings_of(recipe_with(TEXT), {"a": "a"}, []))

@@ -137,7 +137,7 @@ def test_an_edited_template_is_another_evaluation(recipe: Recipe, tmp_path: Path
     )  # an older one
     EvalRecord(tmp_path / "out", settings)
     (tmp_path / "own.jinja").write_text("edited", encoding="utf-8")
-    with pytest.raises(UserError, match="holds an evaluation with other template file"):
+    with pytest.raises(UserError, match=r"holds an evaluation with other settings \(template file\)"):
         EvalRecord(tmp_path / "out", settings_of(recipe, {"a": "a"}, []))
 
 

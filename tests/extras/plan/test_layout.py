@@ -176,5 +176,7 @@ def test_a_refusal_names_one_complete_set_of_settings(name: str) -> None:
 
 
 def test_no_devices_are_advised_where_they_do_not_help() -> None:
-    with pytest.raises(UserError, match=r"exceeds the model's 32768 positions \(max_position_embeddings\)$"):
+    with pytest.raises(
+        UserError, match=r"exceeds the model's 32768 positions \(max_position_embeddings\); lower one of the two$"
+    ):
         make_plan(load_recipe(None, [*SMALL, "rollout.max_response_tokens=40000"]), 1, 8, "h100")
