@@ -61,7 +61,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
     try:
         here = str(Path.cwd())
         if here not in sys.path and find_spec(module.partition(".")[0]) is None:
-            sys.path.append(here)  # last, so that a file there never replaces a library's module
+            sys.path.append(here)  # last, so that no file in the current directory hides a library's module
         if module.partition(".")[0] == PACKAGE:
             return getattr(import_module(module), attribute)  # type: ignore[no-any-return]
         with call_guard.clock(IMPORT_S), call_guard.without_exits():
@@ -79,11 +79,11 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def arguments_of(key: str, function: Callable[..., Any], known: Sequence[str]) -> tuple[str, ...]:
-    """The names among `known` that a function has as parameters. The function gets them by name, so their order is
-    free.
+    """Returns the names among `known` by which a user's function is called: those of its parameters, or all of `known`
+    if it has `**kwargs`.
 
-    Raises UserError for a parameter without a default that is not `known`, for one that can only be passed by position,
-    and for a function that takes none of the `known` ones.
+    Raises UserError if the signature cannot be read, if a parameter without a default is not in `known` or can only be
+    passed by position, and if the function takes none of `known`. `key`, the recipe's key, begins the message.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -100,8 +100,8 @@ def arguments_of(key: str, function: Callable[..., Any], known: Sequence[str]) -
     ]
     if other or not taken:
         raise UserError(
-            f"{key} takes ({', '.join(parameters)}): arguments go by name, so name its parameters among "
-            f"{', '.join(known)}"
+            f"{key} takes ({', '.join(parameters)}): arguments go by name, so give its parameters names among "
+            f"{', '.join(known)}, or defaults"
         )
     return taken
 
@@ -141,12 +141,16 @@ def source_sum(name: str) -> str:
 
 def _load_error(key: str, name: str, why: str) -> UserError:
     return UserError(
-        f"{key} {name!r} cannot be loaded ({why}): name it as module:function, importable from the current directory"
+        f"{key} {name!r} cannot be loaded ({why}): name a module:function that imports without an error, from an "
+        "installed package or a file in the current directory"
     )
 
 
 def _source_of(module: str) -> Path | None:
-    """Returns the source file of a module, which is found as `load_function` finds it; None without Python source."""
+    """Returns the source file of a module without importing the module; None if it is not written in Python.
+
+    It is searched where `load_function` searches. Raises ModuleNotFoundError if there is no such module.
+    """
     first, *rest = module.split(".")
     spec = find_spec(first) or PathFinder.find_spec(first, [str(Path.cwd())])
     for name in rest:  # `find_spec` of a dotted name would import its packages
@@ -157,7 +161,7 @@ def _source_of(module: str) -> Path | None:
 
 
 def _names(tree: ast.Module) -> set[str] | None:
-    """Returns the names that a module defines; None if its source does not list them all."""
+    """Returns the names that a module defines; None if the source does not show all (`import *`, `__getattr__`)."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names):
@@ -172,9 +176,9 @@ def _names(tree: ast.Module) -> set[str] | None:
 
 
 def describe_exception(error: BaseException, *own_files: str) -> str:
-    """Returns an exception's type and text, and the last line of the user's code that raised it.
+    """Returns an exception's type and text, and the place in the user's code that raised it: `(reward.py:12)`.
 
-    Frames in this file and in `own_files` are not the user's code.
+    The place is the innermost frame outside `own_files`, this file, `call_guard` and Python's import system.
     """
     hidden = (*own_files, __file__, call_guard.__file__, importlib.__file__)
     frames = [
@@ -187,10 +191,9 @@ def describe_exception(error: BaseException, *own_files: str) -> str:
 
 
 def exception_text(error: BaseException) -> str:
-    """Returns an exception's type and text as UTF-8. `str` of the exception may be the user's code, and may raise
-    too."""
+    """Returns an exception's type and text, in at most MAX_MESSAGE_CHARS characters that UTF-8 can encode."""
     try:
-        text = str(error)
+        text = str(error)  # `__str__` may be the user's code, which may raise too
     except Exception as failure:
         text = f"its text cannot be read ({type(failure).__name__})"
     return as_text(f"{type(error).__name__}: {text}"[:MAX_MESSAGE_CHARS])

@@ -57,7 +57,7 @@ def short_repr(value: Any) -> str:
     """Returns the repr of a value, cut to a readable length."""
     try:
         return _cut(repr(value), MAX_VALUE_CHARS)
-    except (ValueError, RecursionError):  # raised for a number of more than 4,300 digits
+    except (ValueError, RecursionError):  # a number of more than 4,300 digits, or a value nested too deep
         return f"a huge {type(value).__name__}"
 
 
@@ -111,8 +111,11 @@ class Layer(NamedTuple):
 
 
 def layered(base: Table, top: Table) -> Table:
-    """Merge `top` over `base`. If `top` names another objective, no key of `[objective]` in `base` remains; if `top`
-    has `reward.functions`, not the `reward.function` of `base` either, and the other way round."""
+    """Returns `base` with the values of `top` in the place of its own.
+
+    If `top` names another objective, all keys of `[objective]` in `base` are dropped first (`for_objective`). Likewise
+    `reward.function` in `base` is dropped if `top` has `reward.functions`, and the other way round (`for_rewards`).
+    """
     section = top.get("objective")
     base = for_objective(base, section.get("name") if isinstance(section, dict) else None)
     return merged(for_rewards(base, top.get("reward")), top)
@@ -129,7 +132,8 @@ def for_objective(table: Table, name: object) -> Table:
 
 
 def for_rewards(table: Table, top: object) -> Table:
-    """Returns `table` without `reward.function` if the `[reward]` of `top` has `functions`, and the other way round."""
+    """Returns `table` without `reward.function` if `top`, another `[reward]` table, has `functions`, and without
+    `reward.functions` if it has `function`; unchanged if `top` has both or neither."""
     section = table.get("reward")
     if not isinstance(section, dict) or not isinstance(top, dict):
         return table
@@ -141,7 +145,7 @@ def for_rewards(table: Table, top: object) -> Table:
 
 
 def merged(base: Table, top: Table) -> Table:
-    """Merge `top` over `base`, table by table."""
+    """Returns the keys of both tables. Where both have a key, the value of `top` counts; two tables are merged."""
     result = dict(base)
     for key, value in top.items():
         both_tables = isinstance(value, dict) and isinstance(base.get(key), dict)
@@ -164,7 +168,8 @@ UNSET = "unset"
 
 
 def without_unset(table: Table, levels: int = 8) -> Table:
-    """Returns `table` without the keys that are `UNSET`, in tables down to `levels` deep, more than a recipe has."""
+    """Returns `table` without the keys whose value is UNSET. Tables in it are searched to a depth of `levels`, which is
+    more than a recipe has."""
     return {
         key: without_unset(value, levels - 1) if isinstance(value, dict) and levels else value
         for key, value in table.items()
@@ -176,7 +181,7 @@ def layer_of_mistake(mistake: str, layers: Sequence[Layer], mistakes: Callable[[
     """Returns the name of the layer (a file or a --set) that causes a mistake; None if the merged layers do not have
     it.
 
-    It is the first layer from which on the mistake stays. `mistakes` lists the mistakes of a table.
+    It is the first layer from which on every merged table has the mistake. `mistakes` lists the mistakes of a table.
     """
     tables = [without_unset(table) for table in accumulate((layer.table for layer in layers), layered)]
     since = list(takewhile(lambda index: mistake in mistakes(tables[index]), reversed(range(len(tables)))))
@@ -277,7 +282,8 @@ def dotted_keys(section: type[BaseModel] = Recipe, prefix: str = "") -> Iterator
 
 
 def find_recipe_file(name: Path, folder: Path = Path()) -> Path:
-    """Returns the path of a recipe in `folder`, or else of the bundled one with this name.
+    """Returns `folder / name` if it exists, else the path of the bundled recipe `name`; if there is none either,
+    `folder / name`.
 
     The name of a bundled recipe may begin with `run_scripts/recipes/`.
     """
@@ -304,8 +310,8 @@ def read_toml(path: Path) -> Table:
 
 
 def _similar_recipe(path: Path) -> str:
-    """Returns a hint for a missing recipe: one with a similar name, in the same folder or bundled, or where the bundled
-    are."""
+    """Returns a hint for a missing recipe: the most similar name of a recipe in its folder or of a bundled one, or, if
+    none is similar, the folder of the bundled recipes."""
     bundled = [str(recipe.relative_to(BUNDLED)) for recipe in sorted(BUNDLED.rglob("*.toml"))]
     siblings = sorted(map(str, path.parent.glob("*.toml")))
     if close := difflib.get_close_matches(str(path), [*siblings, *bundled], n=1, cutoff=0.75):
@@ -387,10 +393,10 @@ def _applied(table: Table, override: str) -> Table:
 
 
 def coerce_override(key: str, text: str, value: Any) -> Any:
-    """Returns the value of an override: `value`, which is `text` read as TOML; but `text` if `value` is a number or a
-    date and the key takes only text or paths.
+    """Returns the value that an override gives to `key`. `value` is `text` read as TOML.
 
-    So `model.revision=1.0` is not a number, and `run.dir=2026-05-01` not a date.
+    It is `value`, except for a key that takes only text or paths: there a number or a date stays `text`. So
+    `model.revision=1.0` is not a number, and `run.dir=2026-05-01` not a date.
     """
     annotation = _annotation(key.split("."))
     texts = {*(get_args(annotation) or (annotation,))} <= {str, Path, NoneType}

@@ -88,15 +88,16 @@ Change = Literal["work", "branch", "method"]
 """When a key may change after a run has begun; a key without such a mark never may.
 
 work: at every resume, since the key changes how the work is done and not its result. branch: in a branch, since the key
-affects neither the branch's responses nor its first weights. method: in a branch and between the cells of a sweep,
-since the key changes how a stage's responses are used.
+affects neither the responses that the branch takes over nor its first weights. method: in a branch and between the
+runs of a sweep, since the key changes how a stage's responses are used.
 """
 
 
 def changes(when: Change) -> Any:
-    """Returns the mark that says when a field may change, or all unmarked fields of a section.
+    """Returns a mark that says when a key may change.
 
-    Write it as `Field(json_schema_extra=changes("work"))`.
+    A field gets it as `Field(json_schema_extra=changes("work"))`; in a section's `ConfigDict` it holds for all fields
+    without a mark of their own.
     """
     return {"changes": when}
 
@@ -109,7 +110,7 @@ class Section(BaseModel):
     )
 
     entry_section: ClassVar[type[Section] | None] = None
-    """The section that each entry is, in a table whose entries the user names, such as `[auxiliary.NAME]`."""
+    """Type of the entries of a table whose keys the user names, such as `[auxiliary.NAME]`; None for other tables."""
 
     @classmethod
     def change_of(cls, key: str) -> Change | None:
@@ -281,7 +282,7 @@ class ObjectiveSection(Section):
     @classmethod
     def _check_the_range(cls, value: tuple[float, float]) -> tuple[float, float]:
         if value[1] <= value[0]:
-            raise ValueError("its second number must be above its first, or every token would be dropped")
+            raise ValueError("its second number must be above its first: take a range that is not empty")
         return value
 
     @field_validator("surrogate", "advantage")
@@ -319,7 +320,7 @@ class ObjectiveSection(Section):
 
     @property
     def dependence(self) -> Dependence:
-        """The tokens whose log-probabilities decide a token's gradient; the fused loss chooses its passes by it.
+        """The tokens whose log-probabilities decide a token's gradient. The fused loss chooses its passes accordingly.
 
         `token` (the token itself) and `prefix` (its response up to it) need one pass in the order of tokens. `response`
         first needs the log-probabilities of whole responses, which a user's surrogate may read.

@@ -84,11 +84,12 @@ def _holds(section: object, name: str, value: object) -> bool:
     if not isinstance(section, dict) or name not in section:
         return False
     given = section[name]
-    return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)  # Python counts False as 0
+    return isinstance(given, bool) == isinstance(value, bool) and bool(given == value)  # in Python False == 0
 
 
 def removal(key: str, value: object) -> str | None:
-    """Returns the sentence about a removed key, or about a value that the key no longer takes; None for others."""
+    """Returns the sentence about a removed key, or about a value that the key no longer takes; None for a key and value
+    that are valid or were never valid."""
     if removed := KEYS.get(key):
         return f"this key was removed on {removed.since}, because {removed.why}; {removed.instead}"
     if isinstance(value, str) and (gone := VALUES.get((key, value))):

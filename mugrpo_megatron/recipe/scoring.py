@@ -36,8 +36,8 @@ FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]+")
 OVERLONG = "overlong"
 """Name of the length penalty, which is subtracted from the functions' reward."""
 RESERVED_NAMES = (OVERLONG, MEAN, "group")
-"""Names that no reward function may have, since metrics use them: `overlong`, `mean`, and `group` in
-`samples.UNSCORED`, which a part `unscored` of a function `group` would also be called."""
+"""Names that no reward function may have, since metrics use them: `overlong`, `mean`, and `group`, since the number
+`unscored` that a function `group` may return would have the same name as `samples.UNSCORED`."""
 MIN_WORKER_MB = 64
 """Least address space that a worker may have; Python itself takes about 40 MB."""
 
@@ -149,9 +149,9 @@ class RewardSection(Section):
 
     @property
     def table(self) -> dict[str, FunctionSection]:
-        """Name -> reward function, of those that score a response at once; judges are not among them.
+        """Name -> reward function, without the judges, which score whole stages.
 
-        If `function` is set, its entry has the function's own name.
+        If `functions` is empty, the only entry is `function`, under the function's own name.
         """
         if self.functions:
             return {name: section for name, section in self.functions.items() if section.function != JUDGE}
@@ -234,15 +234,15 @@ class EvalSection(Section):
     """Sets with other values of the four keys above, by name: `[eval.sets.aime24]`."""
 
     def check_samples(self, names: Iterable[str]) -> None:
-        """Raise UserError if one of the sets has several samples for each problem at temperature 0: all would be
-        equal."""
+        """Raise UserError if one of the held-out sets `names` asks for several samples of a problem at temperature 0,
+        which would all be equal."""
         for name in names:
             section = self.of(name)
             if section.samples > 1 and section.temperature == 0:
                 key = f"eval.sets.{name}" if name in self.sets else "eval"
                 raise UserError(
                     f"{name}: {key}.samples = {section.samples} at temperature 0 is one greedy answer "
-                    f"{section.samples} times: set {key}.temperature, such as 1.0, or one sample"
+                    f"{section.samples} times: set {key}.temperature above 0, such as 1.0, or {key}.samples to 1"
                 )
 
     def of(self, name: str) -> EvalSection:

@@ -44,7 +44,7 @@ _FIELD = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
 
 def question_template(text: str) -> str:
-    """Check a template and return it; ValueError without `{question}`, or for a field with another name.
+    """Check a template and return it; ValueError without `{question}`, for a field with another name, and for `{{`.
 
     Braces that contain no name, and braces of LaTeX commands, are text.
     """
@@ -63,8 +63,8 @@ def fill_template(question: str, template: str | None) -> str:
 
 
 class RunSection(Section):
-    """Directory, seed and reproducibility of the run. It uses CUDA if torch finds a device; `CUDA_VISIBLE_DEVICES=`
-    hides them."""
+    """Directory, seed and reproducibility of the run. A run uses CUDA if torch finds a device; `CUDA_VISIBLE_DEVICES=`
+    hides all devices."""
 
     dir: OwnDirectory = Field(Path("runs/default"), json_schema_extra=changes("work"))
     """Run directory: resolved recipe, metrics, stages, checkpoints, final Hugging Face checkpoint and report."""
@@ -357,9 +357,9 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _score_by_the_task(cls, given: Any) -> Any:
-        """Set what a recipe with problems of reasoning-gym leaves unset: the task's own verifier scores them, and
-        held-out problems come from the training task. ValueError if other problems are beside them and no reward
-        function is named."""
+        """Set `reward.function` to the task's own verifier and `data.eval` to the training task, if a recipe with
+        problems of reasoning-gym leaves them unset. ValueError if it also has other problems and no reward
+        function."""
         data, reward = (given.get(key, {}) if isinstance(given, dict) else None for key in ("data", "reward"))
         if not isinstance(data, dict) or not isinstance(reward, dict) or not isinstance(data.get("train", ""), str):
             return given
@@ -373,6 +373,6 @@ class Recipe(Section):
         if others := [source for source in sources if source not in generated]:
             raise ValueError(
                 f"{generated[0]} is scored by its task, and {others[0]} is not: name one kind in data.train and "
-                'data.eval, or what scores both (reward.function = "math", or [reward.functions] with sources)'
+                'data.eval, or a reward for both (reward.function = "math", or [reward.functions] with sources)'
             )
         return given | {"data": data, "reward": reward | {"function": GYM_REWARD}}

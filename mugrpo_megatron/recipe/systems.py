@@ -10,7 +10,8 @@ from pydantic import ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveI
 from mugrpo_megatron.recipe.objective import Section, changes
 
 BLOCK = 128
-"""Rows, and columns, of a block of weights that has one fp8 scale in an engine with `engine.quantization`."""
+"""Number of rows, and of columns, of a block of weights that shares one fp8 scale, in an engine with
+`engine.quantization`."""
 SYNC_BUCKET_BYTES = 512 * 1024 * 1024
 CUDA_SYNC_BUCKET_BYTES = 4 * 1024**3
 FP8_MULTIPLE = {"none": 1, "tensorwise": 16, "blockwise": 128}
@@ -20,17 +21,20 @@ Replay = Literal["off", "rollout", "learner"]
 
 
 def cpu_row_tokens(layers: int, hidden: int) -> int:
-    """Returns the most tokens of a micro-batch on CPU; a single longer response may exceed them."""
-    # Measured with 0.8M parameters: the activations of 8,192 tokens leave the cache before the backward pass reads
-    # them. With 135M parameters the activations of one token take about 0.75 MB.
+    """Returns the most tokens of a micro-batch on a CPU, for a model of `layers` layers of width `hidden`.
+
+    A single longer response may exceed it.
+    """
+    # With more tokens the activations would leave the cache before the backward pass reads them: 8,192 tokens are too
+    # many for a model of 0.8M parameters. A large model gets half: at 135M a token's activations take about 0.75 MB.
     return 4096 if 12 * layers * hidden**2 < 64 * 2**20 else 2048
 
 
 def sync_bucket_bytes(cuda: bool) -> int:
-    """Returns the most memory that a weight sync takes besides the model: two buckets of tensors, each half of it."""
-    # On CUDA buckets are large, because each costs about 5 ms for collectives, a message and an IPC handle: with 57
-    # buckets, the sync of a 7B model would take longer for these than for its copies. Memory is free during a sync, as
-    # the KV cache is released.
+    """Returns the most bytes that a weight sync takes besides the model, for two buckets of tensors of equal size."""
+    # On CUDA buckets are large, because each costs about 5 ms for collectives, a message and an IPC handle. A 7B model
+    # has 57 buckets of the CPU's size, for which these costs would exceed the time of the copies. Memory is free during
+    # a sync, since the KV cache is released.
     return CUDA_SYNC_BUCKET_BYTES if cuda else SYNC_BUCKET_BYTES
 
 
@@ -92,8 +96,9 @@ class LearnerSection(Section):
 
     def chunk_tokens(self, cuda: bool) -> int:
         """Returns the number of tokens in a chunk of the fused loss."""
-        # Each chunk reads and writes the output weight's float32 gradient. For 3,584 x 152,064 that is 4.4 GB, about
-        # 1 ms on an H200. The products of a chunk take 4 ms for 1,024 tokens and 17 ms for 4,096.
+        # Each chunk also reads and writes the output weight's float32 gradient, so a chunk is large on CUDA. For
+        # 3,584 x 152,064 it is 4.4 GB, about 1 ms on an H200, beside products that take 4 ms for 1,024 tokens and
+        # 17 ms for 4,096.
         return self.loss_chunk_tokens or (4096 if cuda else 1024)
 
 
