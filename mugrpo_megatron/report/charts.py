@@ -177,7 +177,7 @@ def _reward(data: ChartData) -> Iterable[Series]:
 
 def _unparsed(data: ChartData) -> Iterable[Series]:
     """Curves of the fraction of responses without an answer, in training and in each held-out set; none unless `math`
-    scores."""
+    is the only reward function."""
     reward, stages = data.run.recipe.get("reward", {}), data.details.stages
     if reward.get("function", MATH) != MATH or reward.get("functions"):
         return
@@ -209,14 +209,14 @@ def _by_phase(
 
 
 def _rate(parts: Sequence[Row]) -> float | None:
-    """Tokens per second of a phase in one stage, from its rows: evaluations and resumes may have interrupted it."""
+    """Tokens per second of a phase in one stage, from the phase's rows; None if no row has tokens."""
     timed = [row for row in parts if row.get("tokens") is not None and row["end"] > row["start"]]
     seconds = sum(row["end"] - row["start"] for row in timed)
     return rounded(sum(row["tokens"] for row in timed) / seconds) if timed else None
 
 
 def _largest(parts: Sequence[Row]) -> float | None:
-    """The most memory that a phase took in one stage, in GiB, from its rows."""
+    """The most memory in GiB that a phase took in one stage, from the phase's rows; None if no row has any."""
     keys = ("learner_memory_peak", "engine_memory")
     return max((rounded(row[key] / 2**30) for row in parts for key in keys if row.get(key)), default=None)
 
@@ -255,7 +255,8 @@ def _thresholds(data: ChartData, metric: str, axis: str) -> Iterable[Series]:
 
 
 def _triggers(axis: str) -> tuple[ChartSpec, ...]:
-    """The rows of TABLE for three charts along `axis`: the triggers that each threshold of the veto would find."""
+    """The rows of TABLE for three charts along `axis`: the tokens and the responses in which each threshold finds a
+    trigger, and the tokens that each scope of the veto would drop."""
     looks = LOG_PERCENT | ({"along": "age"} if axis == "age" else {})
     suffix, by = ("_by_age", " by age") if axis == "age" else ("", "")
     ends = f"{' Mean over stages.' if axis == 'age' else ''} {ZEROS}"

@@ -76,7 +76,8 @@ def worst_or_mean(metric: str, values: Sequence[float]) -> float:
 
 
 def over_updates(buckets: Sequence[Sequence[Row]], metric: str) -> Values:
-    """The values of a metric along the axis `update`, one for each bucket of rows; None if no row in it has one."""
+    """The values of a metric along the axis `update`, one for each bucket; None if no row in the bucket has the
+    metric."""
     values = (values_in(rows, metric) for rows in buckets)
     return [rounded(worst_or_mean(metric, several)) if several else None for several in values]
 
@@ -92,7 +93,7 @@ def ages_of(updates: Iterable[Row]) -> range:
 
 
 def by_age(updates: Iterable[Row], ages: range) -> list[list[Row]]:
-    """For each point of the axis `ages`, the rows of the updates that all stages took at its ages."""
+    """For each point of the axis `ages`, the rows of the updates at the point's ages, of all stages."""
     buckets: list[list[Row]] = [[] for _ in ages]
     for row in updates:
         buckets[row["age"] // ages.step].append(row)
@@ -100,7 +101,7 @@ def by_age(updates: Iterable[Row], ages: range) -> list[list[Row]]:
 
 
 def column(rows: Iterable[Row], metric: str) -> Values:
-    """A metric's value in each row; None if a row has none."""
+    """A metric's value in each row; None for a row without the metric."""
     return [None if (value := row.get(metric)) is None else rounded(value) for row in rows]
 
 
@@ -126,7 +127,10 @@ def with_interval(
 
 
 def each_set(evals: Sequence[Row], metric: str, label: str) -> Iterable[Series]:
-    """A curve of a metric for each held-out set; pass@k only for sets with several responses to a problem."""
+    """A curve of a metric for each held-out set; `passed` (pass@k) only for sets with several responses to a problem.
+
+    The curve is called `label`, in which `{set}` and `{samples}` are filled in.
+    """
     for index, name in enumerate(sets_in(evals)):
         samples = next((row[f"samples/{name}"] for row in reversed(evals) if f"samples/{name}" in row), 1)
         if metric != "passed" or samples > 1:
@@ -156,7 +160,7 @@ def spread(values: Values) -> float:
 
 
 def axes_of(stages: Stages) -> dict[str, list[float]]:
-    """The axes of the histograms: name -> position of each bar (the reward itself), or left edge of each bin."""
+    """The axes of the histograms: name -> each bar's reward, or the left edge of each bin; empty without stages."""
     return {"reward": reward_places(stages), "length": _edges(0.0, longest(stages))[:-1]} if stages else {}
 
 
@@ -167,7 +171,11 @@ def reward_places(stages: Stages) -> list[float]:
 
 
 def reward_span(stages: Stages) -> tuple[float, float]:
-    """The two ends of the axis of rewards; with bars it reaches half a bar beyond the first and the last."""
+    """The two ends of the axis of rewards.
+
+    With bars, one for each reward, the axis goes beyond the first and the last reward by 0.6 of the smallest distance
+    between rewards, so that their bars have room. Without stages it is from 0 to 1.
+    """
     if not stages:
         return 0.0, 1.0
     places = reward_places(stages)
@@ -184,7 +192,7 @@ def longest(stages: Stages) -> float:
 
 
 def reward_series(stages: Stages) -> Iterable[Series]:
-    """A histogram for each stage: the share of its responses that have each reward."""
+    """A histogram for each stage: the share of its responses with each reward, or in each bin of rewards."""
     places = reward_places(stages) if stages else []
     few = len(places) <= FEW_VALUES
     for label, color, stage in _curves(stages):
@@ -192,7 +200,7 @@ def reward_series(stages: Stages) -> Iterable[Series]:
 
 
 def length_series(stages: Stages) -> Iterable[Series]:
-    """A histogram for each stage: the share of its responses that have each length."""
+    """A histogram for each stage: the share of its responses in each of BINS bins of lengths."""
     edges = _edges(0.0, longest(stages))[:-1]
     for label, color, stage in _curves(stages):
         yield Series(label, color, "length", _shares(stage.lengths, edges, few=False), draw="step")
@@ -222,7 +230,7 @@ def _pass(stage: StageResponses, k: int) -> float | None:
 
 
 def _shares(values: np.ndarray, places: Sequence[float], few: bool) -> Values:
-    """The share of the values that are at each place (`few`), or from each place to the next."""
+    """The share of the values that equal each place (`few`), or that are in the bin that begins at each place."""
     at = np.searchsorted(places, values, side="left" if few else "right") - (0 if few else 1)
     counts = np.bincount(np.clip(at, 0, len(places) - 1), minlength=len(places))
     return [rounded(float(count) / max(len(values), 1)) for count in counts]

@@ -1,7 +1,7 @@
 """Reads the data of a report that are not metrics: responses of sealed stages and of evaluations, and stages' probes.
 
-Of a long run it reads some stages, and of a stage the lengths in some updates. A file that is damaged is left out, and
-the page names it.
+At most MOST_STAGES stages are read, and of a stage the lengths of the responses of LENGTH_UPDATES updates. A damaged
+file is left out, and the page names it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True, slots=True)
 class StageResponses:
-    """The responses of a sealed stage: rewards of all, lengths of some, texts of a few."""
+    """The responses of a sealed stage: the rewards of all N, the lengths of some, and the texts of a few."""
 
     rewards: np.ndarray
     """float64 [N], in the order of the groups."""
@@ -52,8 +52,8 @@ class StageResponses:
     """int64: number of tokens of each response, of the updates that were read."""
     examples: list[Example]
     unparsed: float | None = None
-    """Fraction of the responses of these updates in which the verifier found no answer; None if the stage does not
-    say."""
+    """Fraction of the responses of those updates in which the verifier found no answer; None if the stage's file does
+    not have answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +122,14 @@ def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageRe
             verdicts = _verdicts(file, rewards, recipe)
             return StageResponses(rewards, verdicts, groups, lengths, _examples(file, run_dir, recipe), unparsed)
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{path} cannot be read ({error}), so its responses are not shown") from None
+        raise UserError(
+            f"{path} cannot be read ({error}), so its responses are not shown; restore it from a copy"
+        ) from None
     except (KeyError, ValueError, TypeError):
-        raise UserError(f"{path} cannot be read (another version wrote it), so its responses are not shown") from None
+        raise UserError(
+            f"{path} does not have the columns that this version reads, so its responses are not shown; make the "
+            "report with the version that wrote it"
+        ) from None
 
 
 def _verdicts(file: pq.ParquetFile, rewards: np.ndarray, recipe: Mapping[str, Any]) -> np.ndarray:
@@ -175,7 +180,8 @@ def _examples(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) ->
 
 
 def prompt_texts(prompts: Sequence[Sequence[int]], run_dir: Path, recipe: Mapping[str, Any]) -> list[str]:
-    """The text of each prompt as the model saw it; empty texts if neither the run nor the model has a tokenizer."""
+    """The text of each prompt as the model saw it; empty texts if no tokenizer can be read in the run's hf/ or in
+    `model.path`."""
     model = recipe.get("model", {}).get("path", "")
     for path in (run_dir / "hf" / TOKENIZER, Path(str(model)) / TOKENIZER):
         if not path.is_file():

@@ -83,7 +83,8 @@ def draw(run: RunData, details: Details = NONE) -> Drawing:
 
 
 def buckets_of(updates: Sequence[Row]) -> tuple[int, list[Sequence[Row]]]:
-    """Divide the updates among the points of a chart; returns the number for each point, and the rows of each point.
+    """Divide the updates among the points of a chart; returns the number of updates of a point, and the rows of each
+    point.
 
     The number is the smallest with which there are at most MAX_POINTS points; the last point may have fewer updates.
     """
@@ -92,12 +93,14 @@ def buckets_of(updates: Sequence[Row]) -> tuple[int, list[Sequence[Row]]]:
 
 
 def axis_of(updates: Iterable[float], seconds: Iterable[float]) -> dict[str, list[float]]:
-    """An axis of which each point has a place in updates (or ages) and one in seconds."""
+    """An axis as `Drawing.axes` has it: each point's place in updates, or in the axis's own unit, and in seconds (none
+    for an axis with its own unit)."""
     return {"u": list(updates), "t": [round(value, 2) for value in seconds]}
 
 
 def _boundaries(run: RunData) -> list[dict[str, float]]:
-    """The start of each stage that has an update; its time is when its first phase, the sync, started."""
+    """The start of each stage that has an update. Its time is the start of the stage's first phase, or the time of its
+    first update if no phase of the stage was logged."""
     begins: dict[int, float] = {}
     for row in run.phases:
         begins[row["stage"]] = min(row["start"], begins.get(row["stage"], row["start"]))
@@ -109,8 +112,8 @@ def _boundaries(run: RunData) -> list[dict[str, float]]:
 
 
 def _timeline(run: RunData) -> dict[str, Any]:
-    """The data of the time line: phases as spans [phase, stage, start, end], or if they are too many, shares of time
-    slices."""
+    """The data of the time line: phases as spans [phase, stage, start, end] in seconds; if there are more than
+    MAX_SPANS, the share of each of SLICES time slices that each phase took."""
     ran = {row["phase"] for row in run.phases}
     names = [name for name in PHASES if name in ran]
     spans = [(names.index(r["phase"]), r["stage"], run.clock(r["start"]), run.clock(r["end"])) for r in run.phases]

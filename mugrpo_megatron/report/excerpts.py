@@ -27,8 +27,10 @@ STAGES = 4
 
 
 def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
-    """The lists of responses on the page, one for each evaluation and stage, newest first; `measure` is accuracy or
-    reward."""
+    """The lists of responses on the page, one for each evaluation, then one for each of STAGES stages, newest first.
+
+    `measure`, "accuracy" or "reward", says how responses are divided into right and wrong, or high and low.
+    """
     stages = spaced(sorted(details.stages), STAGES)
     lists = [
         *(
@@ -59,8 +61,8 @@ def sample_sections(details: Details, measure: str) -> list[dict[str, Any]]:
 
 
 def _of_each_kind(examples: Sequence[Example], measure: str) -> list[Example]:
-    """Some right and some wrong examples of each set, in turn; with `measure` reward, the highest and the lowest
-    rewards."""
+    """Some right and some wrong examples of each set, alternately; with `measure` "reward", those with the highest and
+    with the lowest rewards."""
     some: list[Example] = []
     names = list(dict.fromkeys(example.set for example in examples))
     per_kind = max(1, min(EACH, MOST // (2 * len(names) or 1)))
@@ -119,7 +121,7 @@ def _facts(example: Example) -> Iterable[tuple[str, str]]:
 
 
 def _text(name: str, text: str, most: int) -> dict[str, Any]:
-    """A text of the page; one that is folded also has `head`, its first lines."""
+    """A text of the page, cut to `most` characters. `head` has its first lines if the page folds it, else it is ""."""
     excerpt = visible(shorten(text, most))
     folded = len(excerpt) > FOLDED or excerpt.count("\n") >= LINES
     lines = "\n".join(excerpt.split("\n")[:LINES])

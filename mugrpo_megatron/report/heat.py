@@ -35,8 +35,8 @@ PIECE = 24
 def heat_map(responses: Sequence[ProbedResponse], objective: ObjectiveSection) -> dict[str, Any] | None:
     """Compute the data that heat.js draws; None if no negative response was probed.
 
-    In each stage the responses with the lowest ratios at the last age come first. The last place is for an episode of
-    several turns, if there is one.
+    Each stage has up to EACH responses: those with the lowest ratios at the last age, and in the last place, if there
+    is one, an episode of several turns.
     """
     by_stage: dict[int, list[ProbedResponse]] = {}
     for response in responses:
@@ -99,8 +99,8 @@ def _begins(trained: np.ndarray) -> list[int]:
 
 
 def _turns(trained: np.ndarray, start: int, end: int) -> list[list[int]]:
-    """[index in the window, number from 1] of each turn that is in the window; empty if the response has a single
-    turn."""
+    """[index of its first token in the window, its number from 1] for each turn in the window of tokens from `start` to
+    `end`; empty if the response has a single turn."""
     begins = _begins(trained)
     if len(begins) < 2:
         return []

@@ -111,7 +111,7 @@ def render(**content: Any) -> str:
         script=Markup("".join(map(_source, SCRIPTS))),
         **{**EMPTY, **content},
     )
-    return visible(text)  # names of runs, files and components may have any character, surrogates included
+    return visible(text)  # a name may have characters that UTF-8 cannot encode, such as a lone surrogate
 
 
 @cache
@@ -237,7 +237,8 @@ def _origin(run: RunData, environment: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _warnings(run: RunData, drawing: Drawing, summary: dict[str, Any], details: Details) -> list[str]:
-    """Sentences that a reader needs before the curves, such as on values that are missing from them."""
+    """Sentences to read before the curves: on values missing from the curves, on skipped updates, resumes, points that
+    stand for several updates, and damaged files."""
     lines = []
     if drawing.not_finite:
         metrics = ", ".join(f"{name} in {count:,}" for name, count in drawing.not_finite.items())
@@ -306,7 +307,8 @@ def _time_tile(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _token_tile(run: RunData, summary: dict[str, Any]) -> dict[str, Any]:
-    """The tile of tokens: sampled ones, also of a stage without an update yet, and those that were trained on."""
+    """The tile of response tokens: how many were sampled, also for a stage without an update, and how many trained
+    on."""
     seconds, trained = summary["seconds"], summary["tokens"]["trained"]
     phases = sum(row.get("tokens") or 0 for row in run.phases if row["phase"] == "generate")
     sampled = max(summary["tokens"]["generated"], round(phases))

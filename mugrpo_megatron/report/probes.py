@@ -1,4 +1,7 @@
-"""Computes ratios, triggers and dropped tokens of the probed responses, by age, and the curves of them."""
+"""Computes ratios, triggers and dropped tokens of probed responses at each age, and their curves.
+
+A response is probed if its log-probabilities were computed after several numbers of its stage's updates (ages).
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def objective_of(recipe: Mapping[str, Any]) -> ObjectiveSection:
 
 
 def veto_masks(response: ProbedResponse, objective: ObjectiveSection) -> tuple[np.ndarray, np.ndarray]:
-    """Triggers, and tokens that the run's veto marks (`KeepMask.marked`), at each age: bool [A, R] each."""
+    """Which tokens are triggers at each age, and which the run's veto marks (`KeepMask.marked`): bool [A, R] each."""
     inside, turns = response.trained, turns_in(response.trained)
     rows, tokens = len(response.log_ratio), int(inside.sum())
     segments = with_turns(make_segments(torch.full((rows,), tokens), torch.ones(rows)), [turns] * rows)
@@ -100,8 +103,8 @@ def ages_of_probes(responses: Sequence[ProbedResponse]) -> list[int]:
 
 
 def trigger_axes(responses: Sequence[ProbedResponse]) -> dict[str, list[int]]:
-    """Axis name -> its points, for each threshold: the lengths of the negative responses in which it finds a
-    trigger."""
+    """Axis `trigger_THRESHOLD` -> its points: the lengths of the negative responses that have a token below the
+    threshold at the last probe."""
     return {f"trigger_{name}": [length for length, _ in points] for name, points in _firsts(responses).items()}
 
 
@@ -112,8 +115,8 @@ def ratio_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
 
 
 def trained_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
-    """Two curves over age: the 10 % quantile of the ratio in responses trained on so far, and in those still to
-    come."""
+    """Two curves over age: the 10 % quantile of the ratio in negative responses on which the stage has trained by that
+    age, and in those on which it has not."""
 
     def trained(response: ProbedResponse, age: int) -> bool:
         return age > response.probe.update
@@ -125,7 +128,7 @@ def trained_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
 
 
 def share_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
-    """Curves over age, one for each threshold: the share of negative responses with a token below it."""
+    """Curves over age, one for each threshold: the share of negative responses with a token's ratio below it."""
     negative = [response for response in responses if response.negative]
     for index, name in enumerate(THRESHOLDS):
         values: Values = []
@@ -137,7 +140,8 @@ def share_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
 
 
 def first_series(responses: Sequence[ProbedResponse]) -> Iterable[Series]:
-    """Points, for each threshold: the position of a response's first token below it, against the response's length."""
+    """Points, for each threshold: the position of the first token below it in a negative response at the last probe,
+    against the response's length."""
     for index, (name, points) in enumerate(_firsts(responses).items()):
         yield Series(name, f"ramp-{2 + index}", f"trigger_{name}", [float(at) for _, at in points], draw="points")
 
@@ -157,8 +161,8 @@ def _quantile(
 
 
 def _firsts(responses: Sequence[ProbedResponse]) -> dict[str, list[tuple[int, int]]]:
-    """Threshold -> (length, position of the first token below it) of each negative response that has one, sorted by
-    length."""
+    """Threshold -> (length, position of the first token below it) of each negative response with such a token at the
+    last probe, sorted by length. Thresholds without such a response are left out."""
     firsts: dict[str, list[tuple[int, int]]] = {}
     for name in THRESHOLDS:
         points = [

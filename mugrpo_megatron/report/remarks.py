@@ -193,8 +193,8 @@ def paper_remark(run: RunData) -> str:
 
 
 def paper_notes(run: RunData, drawn: Container[str]) -> list[str]:
-    """Sentences about the paper's figures: where Figure 4 is, and why a figure is missing or has less than the
-    paper's."""
+    """Sentences about the paper's figures: where Figure 4 is, and why a figure is missing or shows less than in the
+    paper. `drawn` has the ids of the charts that the page shows."""
     notes = ["Figure 4 is the time line at the end of this page; the paper's is a sketch of it."]
     if "paper_accuracy" not in drawn:
         notes.append("Figures 1 to 3 have no accuracy: the run has not been evaluated yet.")

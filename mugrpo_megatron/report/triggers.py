@@ -1,4 +1,4 @@
-"""Shows the triggers at every threshold that was measured, and so the effect of another `objective.trigger_ratio`."""
+"""Shows which triggers each measured threshold of the importance ratio finds, to choose `objective.trigger_ratio`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ COLORS = {"trigger": "yellow", "suffix": "blue", "suffix_non_trigger": "teal", "
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """The thresholds whose triggers a run measured, the largest first, and the recipe's own."""
+    """The thresholds whose triggers a run measured, the largest first, and the recipe's own threshold."""
 
     names: tuple[str, ...]
     ratio: float | None
@@ -48,8 +48,8 @@ class Thresholds:
         return min(self.names, key=lambda name: abs(math.log(float(name)) - target))
 
     def label(self, name: str) -> str:
-        """The label of the threshold `name`. A note says if it is the recipe's `trigger_ratio`, or of all measured ones
-        the nearest to that."""
+        """The label of the threshold `name`, with a note if it is the recipe's `trigger_ratio`, or else if it is the
+        measured threshold that is nearest to `trigger_ratio`."""
         if self.ratio is None or name != self.nearest:
             return name
         return f"{name} (this run)" if float(name) == self.ratio else f"{name} (nearest to {ratio_text(self.ratio)})"
@@ -122,8 +122,8 @@ def ratio_text(ratio: float) -> str:
 
 
 def share_text(value: float) -> str:
-    """A fraction as a percentage with two significant digits: fractions span six powers of ten, and logs may hold any
-    number."""
+    """A fraction as a percentage with two significant digits, since fractions span six powers of ten. NaN and infinity
+    stay as they are, since a log may have any number."""
     percent = 100 * value
     if percent == 0 or not math.isfinite(percent):
         return f"{percent:g} %"
