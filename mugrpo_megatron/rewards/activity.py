@@ -22,8 +22,9 @@ MOST_TIMES = 10
 class Overtime:
     """The time after its limit that a process may still have, because it computes and the machine is slow or busy.
 
-    Only the descendants of the process are watched. The overtime ends when none of them runs or is ready to run, when
-    they have used the limit again in CPU seconds, or after MOST_TIMES the limit by the clock.
+    Only the descendants of `process` are watched. The overtime ends at the first look at which none of them is ready to
+    run or has computed since the last look, when they have used the limit again in CPU seconds, or after MOST_TIMES the
+    limit by the clock.
     """
 
     def __init__(self, process: int, limit_s: float) -> None:
@@ -46,8 +47,8 @@ def cpu_seconds(process: int) -> float:
     """CPU seconds of a process's descendants, including those of ended children for which a descendant has waited."""
     seconds = 0.0
     for child in _descendants(process):
+        # The first four numbers are user and system time of the process, and of the children that it has waited for.
         with suppress(psutil.Error):  # the process has ended meanwhile
-            # The sum of its user and system time, and of the user and system time of children that it has waited for.
             seconds += sum(child.cpu_times()[:4])
     return seconds
 

@@ -32,7 +32,7 @@ OF_IDS = ("completion_ids", "sample", "samples")
 
 
 def _extra_info(item: ScoringInput) -> Any:
-    """The value of verl's argument `extra_info`: the row's column of that name, else the whole row."""
+    """The value of verl's argument `extra_info`: the row's column of that name if it is a dictionary, else the row."""
     return item.row["extra_info"] if isinstance(item.row.get("extra_info"), dict) else dict(item.row)
 
 
@@ -154,10 +154,10 @@ def single_arguments(form: Form, item: ScoringInput) -> dict[str, Any]:
 
 
 def list_arguments(form: Form, items: Sequence[ScoringInput], metrics: dict[str, float]) -> dict[str, Any]:
-    """The arguments of a call for several responses: lists with an entry for each. `log_metric`, a function that TRL
-    passes too, writes to `metrics`.
+    """The arguments of one call for all `items`: lists with an entry for each item.
 
-    Raises LookupError for a required column that all rows lack.
+    A function in TRL's form may also take `log_metric`, a function that writes a number to `metrics`. Raises
+    LookupError if the function needs a column that no row has.
     """
     arguments: dict[str, Any] = {name: [get(item) for item in items] for name, get in form.getters.items()}
     if "samples" in arguments:
@@ -174,7 +174,10 @@ def list_arguments(form: Form, items: Sequence[ScoringInput], metrics: dict[str,
         if name not in GOLD_COLUMNS and not any(name in row for row in rows):
             if form.columns.get(name):
                 continue
-            raise LookupError(f"it needs the column {name!r}, and the row has {', '.join(rows[0])}")
+            raise LookupError(
+                f"it needs the column {name!r}, and the row has {', '.join(rows[0])}; add the column, or give the "
+                "parameter a default"
+            )
         arguments[name] = [
             row.get(name, item.gold if name in GOLD_COLUMNS else None) for row, item in zip(rows, items, strict=True)
         ]
@@ -196,7 +199,7 @@ _WHY = "why"
 
 
 class GaveUp(Exception):
-    """Raised when an `async` function has taken longer for a response than its limit."""
+    """Raised when an `async` function has taken longer than its limit, for a response or for a call with lists."""
 
 
 @dataclass(slots=True)
@@ -222,11 +225,11 @@ class Caller:
         return needs._replace(responses=ASYNC_RESPONSES) if self.is_async and not self.form.takes_lists else needs
 
     def __call__(self, items: Sequence[ScoringInput]) -> list[Verdict | BaseException]:
-        """A verdict on each item. In its place is an exception if the function's result cannot be used, or if an
-        `async` function of one response raised for this item.
+        """Returns a verdict on each item, or in its place an exception.
 
-        Raises what any other function raises, and TypeError for a function of lists that returns no list of as many
-        rewards.
+        There is an exception if the function's result for the item cannot be used, or if the function is `async`, takes
+        one response, and raised. What a function of another kind raises is raised here. Raises TypeError if a function
+        that takes lists does not return a list with a reward for each item.
         """
         # Each item gets copies: a function may change its arguments, and the responses of a group share one row.
         items = [
@@ -247,8 +250,8 @@ class Caller:
             rewards = []
         if isinstance(returned, str | bytes | dict) or len(rewards) != len(items):
             raise TypeError(f"{self.name} returned {_excerpt(returned)} and not a list of {len(items)} rewards")
-        # A metric that a TRL function logs belongs to the whole call, so each of its responses gets it. A metric called
-        # `score` or `reward` gets another name, since the response's reward has these names.
+        # A metric that a TRL function logs belongs to the whole call, so each response of the call gets it. A metric
+        # called `score` or `reward` gets another name, since `verdict_of` would take it for the response's reward.
         logged = {f"logged_{name}" if name in _SCORES else name: value for name, value in metrics.items()}
         return [reward if reward is None or not logged else {**logged, "score": reward} for reward in rewards]
 
@@ -275,7 +278,9 @@ class Caller:
                 return await awaitable
         except TimeoutError:
             if limit.expired():
-                raise GaveUp(f"gave up after {limit_s:g} s") from None
+                raise GaveUp(
+                    f"{self.name} was cancelled after {limit_s:g} s: make it faster, or raise its timeout_s"
+                ) from None
             raise
 
     def _verdict(self, returned: Any) -> Verdict | BaseException:
@@ -283,16 +288,16 @@ class Caller:
             return returned
         try:
             return verdict_of(returned, self.name, self.form.takes_lists)
-        except Exception as error:  # `__float__` and `__str__` may be the user's code, which may raise
+        except Exception as error:  # the result's `__float__` or `__str__` may be the user's code, and may raise
             return error
 
 
 def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
-    """Convert what a function returned for a response: a number, or a dictionary with a `score`, other numbers and a
-    `why`.
+    """Convert what a function returned for a response: a number, or a dictionary with the reward as `score` or
+    `reward`, other numbers, the extracted answer and a `why`.
 
-    With `may_skip` the function may return None, if it does not apply to the response. Raises TypeError or ValueError
-    for a reward that is not a finite number.
+    With `may_skip` None is allowed too, and means that the function does not apply to the response. Raises TypeError or
+    ValueError unless the reward is a number that is finite as float32.
     """
     if returned is None and may_skip:
         return Verdict(None, "", f"{name} does not apply")
@@ -301,7 +306,8 @@ def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
     key = next((key for key in _SCORES if key in returned), None)
     if key is None:
         raise TypeError(
-            f"{name} returned a dict without 'score'; it has {', '.join(map(repr, returned))[:EXCERPT_CHARS]}"
+            f"{name} returned a dict without 'score', the key of the reward; it has "
+            f"{', '.join(map(repr, returned))[:EXCERPT_CHARS]}"
         )
     parts = {
         re.sub(r"[^A-Za-z0-9_-]", "_", str(entry)[:PART_CHARS]): _as_float(value)
@@ -317,7 +323,9 @@ def verdict_of(returned: Any, name: str, may_skip: bool) -> Verdict:
 def _number(returned: Any, name: str) -> float:
     if isinstance(returned, str | bytes) or not hasattr(returned, "__float__"):
         none = (
-            "; only a function of several responses returns None, where it does not apply" if returned is None else ""
+            "; only a function that takes lists may return None, for a response that it does not score"
+            if returned is None
+            else ""
         )
         raise TypeError(f"{name} returned {_excerpt(returned)}, a {type(returned).__name__} and not a number{none}")
     try:
@@ -325,12 +333,12 @@ def _number(returned: Any, name: str) -> float:
     except OverflowError:  # an integer of more than 308 digits
         reward = math.inf
     if not fits_float32(reward):
-        raise ValueError(f"{name} returned {reward}, which is not a finite number in float32")
+        raise ValueError(f"{name} returned {reward}; a reward must be a number that is finite as float32")
     return reward
 
 
 def _as_float(value: Any) -> float:
-    """A part of a function's result as a number; NaN if it is none, such as an array or an integer of 400 digits."""
+    """A value as float; NaN if it cannot be converted, such as an array or an integer of 400 digits."""
     try:
         return float(value)
     except (OverflowError, TypeError, ValueError):

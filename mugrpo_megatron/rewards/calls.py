@@ -62,8 +62,8 @@ class Call:
 
 
 ALARM_SHARE = 0.125
-"""Fraction of a call's limit after which, in CPU seconds, an alarm ends the call; the worker lives on for the next
-one."""
+"""Fraction of a call's limit after which, in CPU seconds, an alarm ends the call. The worker then goes on with the next
+call."""
 DEATH_SECONDS = 10.0
 """Most seconds to wait for killed processes: one that hangs in the kernel must not hang the run."""
 _COMMAND = (
@@ -192,16 +192,16 @@ class Worker:
         return False
 
     def message(self, needs: Needs, max_bytes: int) -> tuple[bytes, list[Call]]:
-        """Make the message for the worker's batch (`batch_message`); returns it with the calls that did not fit into
-        it."""
+        """Make the message for the worker's batch (`batch_message`). Returns the message, and the calls that do not fit
+        into it, which are removed from the batch."""
         count, text = batch_message(self.batch, needs, max_bytes)
         unsent = [self.batch.pop() for _ in range(len(self.batch) - count)]
         self.reading, self.single_call, self.batch_bytes = True, count == 1, len(text)
         return text, unsent[::-1]
 
     def crashed_call(self) -> Call | None:
-        """Remove and return the call that is given up because the worker died during it; None if all its calls are
-        retried."""
+        """Count the worker's death for its current call. Returns the call, removed from the batch, if it is given up;
+        None if it is retried or if there is none."""
         if not self.batch:
             return None
         self.batch[0].crashes += 1
@@ -233,7 +233,7 @@ def next_batch(queue: deque[Call]) -> list[Call]:
 
 
 def max_batch_bytes(memory_mb: int) -> int:
-    """The most bytes of a message with several calls, for a worker with `memory_mb` MiB of memory."""
+    """The most bytes that a message with several calls may have, for a worker with `memory_mb` MiB of memory."""
     return (memory_mb << 20) // MEMORY_SHARE
 
 

@@ -37,7 +37,10 @@ Comparison = tuple[str, str]
 
 
 class Dispatcher:
-    """The queue and the workers of one reward function. Workers start when the first response needs one.
+    """The queue and the workers of one reward function.
+
+    Workers start when responses need them. Only the first worker of a function other than `math` starts with the
+    dispatcher, to load the function.
 
     A call is given up after an eighth of `timeout_s` in CPU time, by an alarm in the worker. If the alarm has no
     effect, the worker is killed after `timeout_s` by the clock, or later if it computes and the machine is slow or busy
@@ -62,7 +65,7 @@ class Dispatcher:
         self._queue: deque[Call] = deque()
         self._in_flight: dict[Comparison, Call] = {}
         self._cache: OrderedDict[Comparison, Verdict] = OrderedDict()
-        self._workers: list[Worker] = []  # only the dispatching thread uses it
+        self._workers: list[Worker] = []  # without a lock, since only the dispatching thread uses it
         self._wake_out, self._wake_in = os.pipe()
         self._closing = False
         self._loaded = threading.Event()
@@ -196,8 +199,8 @@ class Dispatcher:
             elif worker.busy and time.monotonic() >= worker.deadline:
                 if not worker.ready:
                     raise UserError(
-                        f"a verifier process did not start in {START_TIMEOUT_S:g} s: is the machine overloaded? "
-                        "Run the same command again when it is not"
+                        f"a verifier process of {self._title} did not start in {START_TIMEOUT_S:g} s: run the same "
+                        "command again when the machine is less busy, or make the import of the function faster"
                     )
                 if worker.reading:
                     self._handle_death(worker)
@@ -277,15 +280,15 @@ class Dispatcher:
         self._finish(call, [Verdict(*verdict) for verdict in reply["verdicts"]])
 
     def _handle_death(self, worker: Worker) -> None:
-        """Remove a worker that has died, or that stopped before it had read its batch, and give up or retry its call.
+        """Remove a worker that has died, or has not read its batch in START_TIMEOUT_S; give up or retry its call.
 
         Raises UserError if the worker died while it started.
         """
         if not worker.ready:
-            cause = "is reward.worker_memory_mb too small?"
+            remedy = "if it ran out of memory, raise reward.worker_memory_mb"
             if not self._is_math:
-                cause = f"does the module of {self._title} exit, or need more memory?"
-            raise UserError(f"a verifier process died while it started ({worker.process.exit_status()}): {cause}")
+                remedy = f"the module of {self._title} must not exit; {remedy}"
+            raise UserError(f"a verifier process died while it started ({worker.process.exit_status()}): {remedy}")
         memory, unread = self._section.worker_memory_mb, worker.reading
         if unread:
             size = f"{worker.batch_bytes / 2**20:,.1f} MiB"

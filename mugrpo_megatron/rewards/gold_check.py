@@ -34,7 +34,7 @@ CHECKS = {
 
 
 def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[str, str]:
-    """Find the problems that `math` or `code` cannot score: id -> a sentence (file:line: reason)."""
+    """Find the problems that `math` or `code` cannot score: id of a problem -> the sentence `id: reason`."""
     reasons: dict[str, str] = {}
     for function, check in CHECKS.items():
         names = {name for name, entry in section.table.items() if entry.function == function}
@@ -53,7 +53,7 @@ def unusable_golds(problems: Sequence[Problem], section: RewardSection) -> dict[
             doubtful = [problem for problem in doubtful if problem.id not in reasons]
         if not doubtful:
             continue
-        # Golds are checked in the verifier's workers, because a parser can hang on a gold as it can on an answer.
+        # Golds are checked in workers, which have limits, because a parser can hang on a gold as it can on an answer.
         checking = {"function": check, "functions": {}, "max_failure_share": 1.0}
         with Verifier(section.model_copy(update=checking)) as verifier:
             answers = [problem.answer for problem in doubtful]

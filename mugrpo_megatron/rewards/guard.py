@@ -28,7 +28,7 @@ WAITED_FOR = (END, signal.SIGCHLD)
 def main(worker: str) -> None:
     """Run `serve(SOCKET_FD, OPTIONS)` of the module `worker` in a child process, and exit with its exit code.
 
-    sys.argv is [..., PARENT_PID, SOCKET_FD, OPTIONS].
+    sys.argv is [..., PARENT_PID, SOCKET_FD, OPTIONS]. Returns at once if the parent has ended already.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -42,7 +42,7 @@ def main(worker: str) -> None:
     if child == 0:
         kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WAITED_FOR)
-        # Imported in the child alone, so that the guard stays small.
+        # Imported in the child alone, so that the guard does not take the memory of the worker's modules.
         import_module(worker).serve(int(sys.argv[-2]), sys.argv[-1])
         return
     os.close(int(sys.argv[-2]))
@@ -92,8 +92,8 @@ def kill_descendants() -> None:
 
 def _kill_children() -> None:
     for stat in Path("/proc").glob("[0-9]*/stat"):
+        # In /proc/PID/stat the state and the parent's id follow the name, which is in parentheses (proc(5)).
         with suppress(OSError):  # the process has ended meanwhile
-            # The fields of /proc/PID/stat that follow the process's name (proc(5)).
             _state, parent, *_ = stat.read_text("utf-8", "replace").rpartition(")")[2].split()
             if int(parent) == os.getpid():
                 os.kill(int(stat.parent.name), signal.SIGKILL)

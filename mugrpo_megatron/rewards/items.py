@@ -21,7 +21,7 @@ ChatOrText = str | Sequence[Mapping[str, Any]]
 
 def fits_float32(value: float) -> bool:
     """Whether a number is finite as float32; it may be an integer of any size."""
-    return abs(value) <= LARGEST_FLOAT  # false for NaN
+    return abs(value) <= LARGEST_FLOAT  # a comparison with NaN is false
 
 
 def prompt_of_problem(problem: Problem) -> ChatOrText:
@@ -108,7 +108,9 @@ class Pending(Generic[Result]):
         Raises TimeoutError after `timeout_s`, or the error that ended the verifier.
         """
         if not self._done.wait(timeout_s):
-            raise TimeoutError(f"{self._missing} of {len(self._results)} responses are not scored after {timeout_s} s")
+            raise TimeoutError(
+                f"the verifier has not scored {self._missing} of {len(self._results)} responses in {timeout_s} s"
+            )
         if self._failure is not None:
             raise self._failure
         return [result for result in self._results if result is not None]

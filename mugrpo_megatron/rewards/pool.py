@@ -23,7 +23,7 @@ def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> S
     Components are the unweighted rewards under the functions' names, and other numbers of a function as `name.part`.
     The extracted answer is the first that a function found.
     """
-    if len(verdicts) == 1:  # the common case first: a stage has up to millions of responses with one verdict
+    if len(verdicts) == 1:  # a faster way for the common case, since a stage may have millions of responses
         ((name, verdict),) = verdicts.items()
         reward = 0.0 if verdict.reward is None else weights[name] * verdict.reward
         missing = verdict.reward is None or (verdict.failed and weights[name] != 0)
@@ -67,8 +67,8 @@ def with_length_penalty(score: Score, tokens: int, max_tokens: int, section: Rew
 
 
 def reward_before_penalty(reward: float, components: Mapping[str, float]) -> float:
-    """The reward as it was before the overlong penalty was subtracted, if it is that of a single function. The reward
-    itself if there was no penalty, or if there are several functions."""
+    """The reward that a single function gave, without its weight and without the overlong penalty. `reward` itself if
+    there is no penalty among the components, or if several functions scored the response."""
     verdicts = [value for name, value in components.items() if name != OVERLONG and "." not in name]
     return verdicts[0] if len(verdicts) == 1 and OVERLONG in components else reward
 
@@ -93,7 +93,8 @@ class VerdictCollector:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def put(self, name: str, index: int, verdict: Verdict) -> None:
-        """Add the verdict of one function on one response; with the last one, its score is complete."""
+        """Add the verdict of one function on one response. With the last verdict the response's score goes to
+        `pending`."""
         names = self.names[index]
         if len(names) == 1:
             self.pending.put(index, combined({name: verdict}, self.weights))
@@ -167,7 +168,8 @@ class Verifier:
         ids: Sequence[Sequence[int]] | None = None,
         openings: Sequence[str] | None = None,
     ) -> Pending[Score]:
-        """Start scoring and return at once; re-raises the error that stopped a function's workers, if one did.
+        """Start scoring and return at once. Raises the error that has ended a function's workers, if one has, and
+        UserError for a source that no function scores.
 
         Args:
             responses: the texts.

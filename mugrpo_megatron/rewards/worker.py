@@ -37,8 +37,8 @@ class AlarmRang(BaseException):
 
 
 def load(options: dict[str, Any]) -> tuple[RewardFunction, Needs, str]:
-    """Load the function that the options name. Returns the function, the data that it needs, and a note for the user,
-    such as on the sandbox of `code` ("" without one).
+    """Load the function that the options name. Returns the function, the data that it needs, and a note for the user on
+    the sandbox of `code` ("" for other functions, and if there is nothing to note).
 
     Raises UserError for a function that cannot be loaded.
     """
@@ -103,7 +103,7 @@ def call(function: RewardFunction, items: Sequence[ScoringInput], alarm_s: float
     if any(isinstance(result, MemoryError) for result in results):
         raise MemoryError
     seconds = (time.perf_counter() - start) / len(items)
-    late = f"gave up after {alarm_s * len(items):g} s"
+    late = f"gave up after {alarm_s * len(items):g} s of CPU time"
     verdicts = [
         result._replace(seconds=seconds)
         if isinstance(result, Verdict)
@@ -137,7 +137,7 @@ def serve(socket: int, text: str) -> None:
     leave = refuse_exits()["_exit"]
     try:
         _serve(connection, function, options["alarm_s"], RETIREMENT_SHARE * memory)
-    except (MemoryError, AlarmRang, OSError):  # the parent notices that the worker has died, or is gone itself
+    except (MemoryError, AlarmRang, OSError):  # needs no message: the parent sees that the worker died, or is gone
         leave(1)
 
 
@@ -148,7 +148,7 @@ def _serve(connection: Connection, function: RewardFunction, alarm_s: float, max
             batch = json.loads(connection.recv_bytes())
         except EOFError:
             return
-        connection.send_bytes(b'{"read": true}')  # from here on a crash is a call's, not due to the batch's size
+        connection.send_bytes(b'{"read": true}')  # tells the parent that a later crash is not due to the batch's size
         for rows in batch["calls"]:
             items = [_item(response, batch["subjects"][subject], ids) for response, subject, ids in rows]
             verdicts, alarm_rang = call(function, items, alarm_s)

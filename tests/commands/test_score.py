@@ -132,4 +132,4 @@ def test_none_of_a_function_of_one_response_is_explained(tmp_path: Path, monkeyp
     write(tmp_path / "in.jsonl", [{"response": "1", "answer": "1"}])
     summary = run(tmp_path / "in.jsonl", tmp_path / "out.jsonl", RewardSection(function="gives_none:reward", workers=1))
     [why] = summary.whys
-    assert "only a function of several responses returns None, where it does not apply" in why
+    assert "only a function that takes lists may return None, for a response that it does not score" in why

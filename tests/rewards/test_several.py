@@ -100,7 +100,7 @@ def test_an_async_function_is_given_up_its_worker_replaced_and_what_it_raises_is
     with Verifier(section(own={"function": f"{OWN}:judge"})) as verifier:
         first = verifier.score(["1", "wait", "3"], [""] * 3)
         assert [score.reward for score in first] == [1.0, 0.0, 3.0]
-        assert first[1].why == "gave up after 0.875 s"
+        assert first[1].why == f"{OWN}:judge was cancelled after 0.875 s: make it faster, or raise its timeout_s"
         assert verifier.score(["spin"], [""])[0].why.startswith("gave up after")
         for order, kind in (("interrupt", "KeyboardInterrupt"), ("cancel", "CancelledError")):
             assert verifier.score([order], [""])[0].why.startswith(f"failed: {kind}: ")

@@ -140,7 +140,7 @@ def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome
 
 
 def _as_quantity(gold: Gold, text: str) -> Gold:
-    """The gold, with its last letter read as a unit if the answer has that unit."""
+    """The gold, with the letters at its end read as a unit if the answer has that unit (`with_unit`)."""
     spelled = with_unit(gold.text, text) if gold.kind == "other" else gold.text
     return gold if spelled == gold.text else read_gold(spelled)
 
@@ -182,8 +182,8 @@ def _chooses(text: str, gold: Gold) -> bool:
 
 
 def _compare_number(text: str, gold: Gold, sign: Unit | None) -> Outcome:
-    """Compare an answer with a numeric gold. In a chain `name = a = b`, a must equal the gold, and b equal it or round
-    a."""
+    """Compare an answer with a numeric gold. In a chain `name = a = b`, a must equal the gold; b must equal the gold or
+    be a, rounded."""
     if gold.plain and "." in gold.text and (comma := _DECIMAL_COMMA.fullmatch(text)):
         text = f"{comma[1]}.{comma[2]}"
     text = _single_element(text)
@@ -281,17 +281,18 @@ def _elementwise(elements: list[str], golds: list[str]) -> Outcome:
 
 
 def _by_name(elements: list[str]) -> list[str]:
-    """Sort elements such as `y = 2, x = 1` by name, to the order of a tuple `(x, y)`, if each has a letter of its
-    own."""
+    """Sort elements such as `y = 2, x = 1` by their names, as the tuple `(x, y)` has them. The order stays unless each
+    name is a single letter, and no two are the same."""
     names = [name_of(element).strip() for element in elements]
     lettered = len(set(names)) == len(names) and all(len(name) == 1 for name in names)
     return sorted(elements, key=name_of) if lettered else elements
 
 
 def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Outcome:
-    """Whether each element equals a gold and each gold an element; naming an element twice gains nothing.
+    """Compare two lists: each element must equal a gold, and each gold an element. Repeating an element gains nothing.
 
-    If the gold has names (`x = 1, y = 2`) and the elements have no names, or other names, the order counts.
+    The order does not count, unless the gold has names (`x = 1, y = 2`) and the elements have none, or other names.
+    Lists of more than _MATCHED_ELEMENTS golds are compared by math-verify.
     """
     if len(elements) < len(golds):
         return _outcome(False)
@@ -322,7 +323,7 @@ def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Outcome:
 
 
 def _unordered(text: str) -> list[str]:
-    """The elements of a list, a set or a union of intervals; one with a plus-minus sign becomes two."""
+    """The elements of a list, a set or a union of intervals; an element with one plus-minus sign becomes two."""
     text = text[2:-2] if _is_set(text) else text
     elements = split_top(text, _UNION) if is_interval(text) else split_top(text, ",")
     return [

@@ -141,7 +141,8 @@ def _value_at_the_end(statement: str) -> str:
 def answer_in_statement(statement: str, text_gold: bool) -> str:
     """The values in a statement of a response (`values_in_prose`).
 
-    Unless `text_gold`, the whole statement is returned if its words deny one of the values or change it.
+    Unless `text_gold`, a statement whose words deny a value or change it ("not 5", "at least 5") is returned whole, so
+    that it does not count as the value.
     """
     reason = _REASON.split(statement, maxsplit=1)[0]
     values = list(_VALUE.finditer(reason[:_PROSE_CHARS]))
@@ -151,9 +152,10 @@ def answer_in_statement(statement: str, text_gold: bool) -> str:
 
 
 def values_in_prose(statement: str, text_gold: bool = False) -> str:
-    """The formulas in prose, or else its numbers, as a list; a statement that is not prose is returned whole.
+    """The formulas in prose, or else its numbers, joined by commas.
 
-    Text after "because" or "since" is left out. With `text_gold`, numbers are left out too, and formulas without words.
+    Text after "because" or "since" is left out. With `text_gold`, only formulas with words in them count. The statement
+    is returned whole if it is not prose, begins with a negation, or has no such values.
     """
     statement = _REASON.split(statement, maxsplit=1)[0].rstrip()
     statement = statement[:_PROSE_CHARS] if _is_prose(statement[:_PROSE_CHARS]) else statement
@@ -166,7 +168,10 @@ def values_in_prose(statement: str, text_gold: bool = False) -> str:
 
 
 def last_answer(text: str, text_gold: bool) -> str:
-    """The displayed formula at the end of text, else its last line, or if that is prose, its last values in a row."""
+    """The displayed formula at the end of `text`, or else its last line.
+
+    Of a line of prose, the last values in a row are returned, unless its words deny or change one of them.
+    """
     displays = list(_DISPLAYED.finditer(text))
     if displays and displays[-1].end() == len(text):
         displayed = text[-_PROSE_CHARS:]
@@ -310,12 +315,12 @@ _MACROS = re.compile(r"\\(?:text[a-z]*|math(?:rm|bf)|boxed)\s*\{|[${}]")
 
 
 def _named_behind(text: str, boxed: str, text_gold: bool | None) -> str | None:
-    """The answer that a phrase such as "the answer is" names after the last box, if that counts more than the box; else
-    None.
+    """The answer that a phrase such as "the answer is" names after the last box, if it replaces the box's; None if the
+    box counts.
 
-    Words behind the box count more if the gold consists of words and the box holds a formula. A choice counts more if
-    the gold is words or a choice, and also if the gold is not known and the box holds an equation or no number. If the
-    box holds another choice, both are returned as a list, which no single gold equals.
+    Words replace a formula in the box if the gold consists of words. A choice replaces what the box holds if the gold
+    is words or a choice, and if the gold is not known and the box holds an equation or no number. If the box holds
+    another choice, both are returned as a list, which no single gold equals.
     """
     if text_gold is False:
         return None
@@ -344,7 +349,8 @@ _COMMANDS = re.compile(r"\\[A-Za-z]+")
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""The contents of the last group of `\boxed{}`, joined by commas; None without a complete box.
+    r"""The contents of the last group of `\boxed{}`, joined by commas, or of the last `\boxed5` without braces; None if
+    there is neither.
 
     Boxes form a group if they have only connectives between them. A list never equals a single gold, so boxing many
     candidates gains nothing.

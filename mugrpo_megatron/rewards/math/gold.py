@@ -104,7 +104,8 @@ def read_gold(answer: str) -> Gold:
 
 
 def _reduced(text: str, prose: str) -> str:
-    """The formulas and numbers in the prose of a gold; without any, the text unchanged."""
+    """The formulas, or else the numbers, in a gold's sentence `prose`, normalized. `text` itself if it has no word, and
+    if `prose` is "" or `says_no_number`."""
     if not prose or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", text) or says_no_number(prose):
         return text
     return normalize(values_in_prose(prose))
@@ -146,8 +147,8 @@ _VARIABLES = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 
 
 def _name_of_constants(text: str) -> str:
-    """The `left_side` of an equation whose value has no variables; else "", since such an equation is compared
-    whole."""
+    """The `left_side` of an equation whose value has no variables; "" for other text. An equation whose value has
+    variables is compared whole."""
     parts = split_top(text, _EQUALS)
     return left_side(text) if len(parts) == 2 and not _VARIABLES.search(parts[1]) else ""
 
@@ -175,7 +176,7 @@ def _is_name(side: str) -> bool:
 
 
 def _single_value(text: str) -> str | None:
-    """The number that a gold consists of, without its unit; of several equal sides (`1/2 = 0.5`) the first. None for
+    """The number that a gold consists of, without its unit, or the first side of a chain such as `1/2 = 0.5`. None for
     any other gold."""
     if len(split_top(text, ",")) > 1:
         return None

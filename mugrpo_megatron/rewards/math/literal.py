@@ -191,7 +191,10 @@ def gold_text(gold: str) -> str:
 
 @lru_cache(maxsize=4096)
 def is_text(gold: str) -> bool:
-    """Whether a gold is words, a choice, or prose without a number; then answers are not reduced to their numbers."""
+    """Whether a gold is words, a choice, or prose whose numbers are not its answer (`says_no_number`).
+
+    Answers to such a gold are not reduced to their numbers.
+    """
     if len(gold) > _GOLD_CHARS:
         return False
     statement = gold_text(gold)
@@ -219,8 +222,8 @@ def is_words(text: str) -> bool:
 
 
 def says_no_number(text: str) -> bool:
-    """Whether the numbers in a text are not its answer: it has no `$`, but `<`, `>` or the name of a function such as
-    `ln`."""
+    """Whether the numbers in a text are parts of a formula in it and not its answer: the text has no `$`, but `<`, `>`
+    or the name of a function such as `ln`."""
     return "$" not in text and re.search(rf"[<>]|(?<![\w\\])(?:{_FUNCTIONS}|ln)(?!{_LETTER})", text) is not None
 
 

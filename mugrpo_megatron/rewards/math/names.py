@@ -38,8 +38,8 @@ class _Name(NamedTuple):
 def name_different_things(left: str, right: str) -> bool:
     r"""Whether two left sides have different meanings: `x` and `y`, `f(2)` and `f(3)`, `\sin x` and `x`, `AB` and `AC`.
 
-    Two that consist of words are different if each has a word that the other lacks: `maximum value` and `minimum
-    value`. False if one of them is empty, if only one consists of words (`\text{Area}`), and for kinds that may name
+    Two sides that consist of words are different if each has a word that the other lacks: `maximum value` and `minimum
+    value`. False if one side is empty, if only one consists of words (`\text{Area}`), and for kinds that may name
     one thing, such as `y` and `f(x)`, `S` and `[ABC]`, `x` and `x_1`.
     """
     first, second = _plain(left), _plain(right)

@@ -151,7 +151,10 @@ _TRAILING = _LEADING + ".。\\"
 
 
 def normalize(text: str) -> str:
-    """Bring an answer to one spelling. LaTeX stays LaTeX; alternatives ("or", `\\lor`) become commas."""
+    """Returns an answer or a gold in one spelling, in which equal ones often have the same characters.
+
+    LaTeX stays LaTeX; alternatives ("or", `\\lor`) become commas.
+    """
     text = _DECORATION.sub("", _ABOUT.sub(r"\\sim ", plain_characters(text)))
     text = _QUOTED.sub(lambda quoted: next(filter(None, quoted.groups())), _EMPHASIZED.sub(r"\g<inside>", text))
     text = without_alignment(text)
@@ -188,7 +191,7 @@ def _as_number(ordinal: re.Match[str]) -> str:
 
 
 def _as_interval(interval: re.Match[str]) -> str:
-    """`]0, 1]` as `(0, 1]`: a bracket that turns its back on an end leaves it out."""
+    """`]0, 1]` as `(0, 1]`: an end next to a reversed bracket is not in the interval."""
     opening, ends, closing = interval.groups()
     return f"{'[' if opening == '[' else '('}{ends}{']' if closing == ']' else ')'}"
 
@@ -249,7 +252,10 @@ def unstyled(text: str) -> str:
 
 
 def without_words(text: str) -> str:
-    r"""Text without words in `\text{...}` at its end, before a comma, or before an equals sign."""
+    r"""Text without words in `\text{...}` at its end, before a comma, or before an equals sign.
+
+    Words that contain a value (`has_value`) stay.
+    """
     return _WORDS.sub(lambda words: words[0] if has_value(words["words"]) else " ", text).strip()
 
 

@@ -11,8 +11,7 @@ _MARKED = r"(?:thinking|reasoning|thoughts?)"
 _OPENINGS = (
     rf"<{_NAME}(?:\s[^<>]*)?>"  # the tags of DeepSeek-R1, Qwen3 and Seed-OSS; some models write attributes
     r"|◁think▷"  # the tag of Kimi
-    r"|(?-i:\[THINK\])"  # the tag of Magistral
-    # the tags of OpenThinker, Command A and Apertus
+    r"|(?-i:\[THINK\])"  # the tag of Magistral; below, those of OpenThinker, Command A and Apertus
     r"|<\|(?:begin_of_thought|START_THINKING|think(?:ing)?|inner_prefix)\|>"
     rf"|<\|(?:{_MARKED}_(?:start|begin)|(?:start|begin)_{_MARKED})\|>"
     r"|<\|channel>\s*thoughts?\b"

@@ -173,8 +173,8 @@ def money(text: str) -> Unit | None:
 
 
 def units_differ(left: Unit | None, right: Unit | None) -> bool:
-    """Whether both units are known and differ. A bare "unit" equals any unit of the same power, a degree any
-    temperature scale.
+    """Whether both units are known and differ. The word "unit" alone equals any unit of the same power, and a degree
+    equals any temperature scale.
 
     The letter C alone is read as Celsius and F as Fahrenheit, so these do not differ from coulomb and farad; the sign
     ¥ stands for yen and for yuan.

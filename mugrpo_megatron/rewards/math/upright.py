@@ -33,8 +33,8 @@ _UPRIGHT = re.compile(
 
 
 def italic(text: str) -> str:
-    r"""Rewrite constants, variables and functions in upright letters as values: `2+3 i` for `2+3\mathrm{i}`. Units
-    stay."""
+    r"""Rewrite constants, variables and functions in upright letters without their macro: `2+3 i` for
+    `2+3\mathrm{i}`. Units stay unchanged."""
     return _UPRIGHT.sub(_as_italic, text)
 
 

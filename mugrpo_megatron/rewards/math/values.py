@@ -20,7 +20,7 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 PLAIN_NUMBER = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)")
 _LATEX = [LatexExtractionConfig(boxed_match_priority=0)]
 
-# A space is put before `d`, since math-verify 0.9 reads `4d` as 4 and a differential.
+# `\,` is put before a variable `d`, since math-verify 0.9 reads `4d` as 4 and a differential.
 _DIFFERENTIAL, _TIMES_D = re.compile(r"(?<=[0-9)}])\s*d(?![A-Za-z])"), r"\\,d"
 _LAST_LETTERS = re.compile(r"(?<=[0-9}\s])\s*([A-Za-z]{1,2})\Z")
 _MACRO = re.compile(r"\\(?:text|mathrm)\s*\{[^{}]*\}|\\[A-Za-z]+")
@@ -40,8 +40,8 @@ def parsed(text: str) -> list[Any]:
 
 
 def _with_last_variable(text: str) -> str:
-    r"""Mark the last letters of a text as variables, if they are some, so that math-verify 0.9 does not drop them like
-    a unit: `\pi r^2\,h` for `\pi r^2 h`, while `7 h` stays unchanged."""
+    r"""Put `\,` before the last letters of a text if they are variables, since math-verify 0.9 would drop them as a
+    unit: `\pi r^2\,h` for `\pi r^2 h`, while `7 h` stays unchanged."""
     last = _LAST_LETTERS.search(text)
     if last is None:
         return text
@@ -52,7 +52,7 @@ def _with_last_variable(text: str) -> str:
 
 
 def number(text: str) -> Expr | None:
-    """The finite number that text stands for; None if it does not stand for one."""
+    """The finite number that text stands for, or that is the only element of a set; None for other text."""
     values = parsed(text)
     value = values[0] if values else None
     if isinstance(value, FiniteSet) and len(value.args) == 1:
@@ -63,15 +63,15 @@ def number(text: str) -> Expr | None:
 
 
 def same(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether math-verify finds the values of gold and answer equal. It is not asked about two single values that
-    differ at a sample point: these are unequal."""
+    """Whether the values of gold and answer are equal. math-verify decides, except that two single values which differ
+    at a sample point are unequal."""
     if not gold or not answer or (len(gold) == len(answer) == 1 and _differ_at_a_point(gold[0], answer[0])):
         return False
     return bool(verify(gold, answer, timeout_seconds=None))
 
 
 def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
-    """Whether both are expressions with numeric values at a sample point, and these are far apart."""
+    """Whether both are expressions, and their numeric values at a sample point are far apart; False if one has none."""
     if not isinstance(gold, Expr) or not isinstance(answer, Expr):
         return False
     try:
@@ -80,7 +80,7 @@ def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
     except (TypeError, ValueError, AttributeError, OverflowError, ArithmeticError):
         return False
     small, large = sorted((abs(left), abs(right)))
-    return large > 1e-12 and abs(left - right) > 1e-4 * small  # the comparison is false for NaN
+    return large > 1e-12 and abs(left - right) > 1e-4 * small  # false for NaN, so that math-verify decides
 
 
 def _at_a_point(value: Expr) -> complex:
@@ -126,7 +126,8 @@ def read_number(text: str) -> Number | None:
 
 
 def agree(answer: Number, gold: Number) -> bool:
-    """Whether an answer equals the gold, or one of them is the other, rounded."""
+    """Whether an answer equals the gold, or one of them is the other, rounded. If only one of them is a percentage, it
+    may be written with or without the factor 1/100: `5 %` agrees with 5 and with 0.05."""
     if answer.percent == gold.percent:
         return _agree(answer.value, answer, gold.value, gold)
     hundredth = Rational(1, 100)
@@ -225,7 +226,10 @@ MAX_SPARE_ELEMENTS = 4
 
 
 def hedged(answer: str, gold: str) -> str:
-    """The reason to refuse an answer to a non-numeric gold, if it has an evasive sign that the gold lacks; else ""."""
+    r"""The reason to refuse an answer to a gold that is not a number; "" for none.
+
+    It is refused if it has a sign that leaves open what the answer is (`\to`, `?`, `\text`) and that the gold lacks.
+    """
     for match in _HEDGES.finditer(answer):
         if match[0] not in gold:
             return f"ambiguous: {match[0]} is not in the gold answer"
@@ -251,7 +255,7 @@ def no_single_value(side: str) -> str:
 
 
 def not_worked_out(side: str) -> str:
-    """The reason to refuse a sum or a product where a number is asked for; "" for a number."""
+    """The reason to refuse an expression, such as a sum or a product, where a number is asked for; "" for a number."""
     bare = _TEN_TO_THE.sub("", side)
     if _OPERATORS.search(bare) or len(_FRACTIONS.findall(bare)) > 1:
         return "not worked out: the gold is a plain number and the answer is an expression"
