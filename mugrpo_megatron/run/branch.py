@@ -72,7 +72,7 @@ def branch_stage(source: Path, stage: int | None) -> int:
 
 
 def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
-    """Check that `branch` can do its work, and change nothing; returns the origin of the stage to branch at.
+    """Check that `branch` can make the branch, and change nothing; returns the origin of the stage to branch at.
 
     Raises UserError as `branch` does.
     """
@@ -85,18 +85,20 @@ def _is_branch(directory: Path, record: RunRecord, expected: Branch) -> bool:
         return True
     if record.branch:
         raise UserError(
-            f"{directory} is a branch of {record.branch.run} at stage {record.branch.stage}; choose another run.dir"
+            f"run.dir = {directory} already holds another branch, of {record.branch.run} at stage "
+            f"{record.branch.stage}; choose another run.dir"
         )
     if (directory / FILE_NAME).exists():
-        raise UserError(f"{directory} already holds a run; choose another run.dir for the branch")
+        raise UserError(f"run.dir = {directory} already holds a run; choose another run.dir for the branch")
     return False
 
 
 def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Recipe]:
-    """Check that `branch` can do its work; returns the origin of the stage to branch at, and its run's recipe."""
+    """Check that `branch` can make the branch; returns the origin of the stage to branch at, and the source run's
+    recipe."""
     source.check_exists("--from ")
     if recipe.run.dir.resolve() == source.path.resolve():
-        raise UserError(f"{source.path} already holds a run, the one of --from; choose another run.dir for the branch")
+        raise UserError(f"run.dir = {source.path} is the run of --from itself; choose another run.dir for the branch")
     record, published = read_record(source.path), read_published(source.path)
     source_recipe = load_recipe(source.recipe)
     if record is not None:
@@ -109,7 +111,7 @@ def _check(recipe: Recipe, source: RunDirectory, stage: int) -> tuple[Origin, Re
     if published:
         check_start(published, recipe.model)
     present = read_record(recipe.run.dir)
-    # The length of the schedule is checked for a new branch only: one that has begun goes on as it began.
+    # The length of the schedule is checked for a new branch only. One that has begun keeps the schedule it began with.
     if present is None or present.branch is None:
         _check_length(recipe.schedule, source_recipe.schedule, start, store.updates)
     hidden = tuple(published.hidden) if published else ()
@@ -134,8 +136,8 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
     if not StageStore(directory).sealed:
         sealed = [number for number, path in source.stages().items() if StageStore(path).sealed]
         raise UserError(
-            f"{source.path} has no sealed stage {stage} (stages count from 0); its sealed stages are "
-            f"{sealed or 'none yet'}"
+            f"{source.path} has no sealed stage {stage} (stages count from 0); "
+            + (f"choose among its sealed stages {sealed}" if sealed else "wait until its first stage is sealed")
         )
     checkpoint = source.checkpoints / checkpoint_name(Cursor(stage))
     if stage > 0 and not checkpoint.exists():
@@ -146,18 +148,20 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
         )
     origin = read_manifest(directory).origin
     if origin is None or origin.stage != stage:
-        raise UserError(f"{directory} holds another stage than its name says; put the right stage there")
+        raise UserError(f"{directory} holds another stage than its name says; restore it from a copy")
     if stage == 0:
         return origin, Cursor()
     state = read_state(checkpoint)
     if state.get("run") != origin.run:
-        raise UserError(f"{checkpoint} and {directory} are of different runs; put the right ones there")
+        raise UserError(
+            f"{checkpoint} was saved by another run than {directory} was sampled by; restore both from a copy"
+        )
     return origin, Cursor(**state["cursor"])
 
 
 def _check_length(schedule: ScheduleSection, source: ScheduleSection, start: Cursor, stage_updates: int) -> None:
-    """Raise UserError when `stages` or `epochs` differ from the source's, and so the branch's schedule ends before it
-    has taken all epochs over the stage."""
+    """Raise UserError when the branch's schedule has other `stages` or `epochs` than the source's, and ends before all
+    epochs over the stage are taken."""
     # The schedule counts also the updates before this stage, which the source run took. With fewer stages or epochs
     # than the source's, it could be over before the branch has taken its first update.
     needed = stage_updates * schedule.epochs
@@ -166,27 +170,27 @@ def _check_length(schedule: ScheduleSection, source: ScheduleSection, start: Cur
     if changed and remaining < needed:
         fitting = math.ceil((start.updates + needed) / schedule.updates_on_stage)
         raise UserError(
-            f"stage {start.stage} begins after {start.updates:,} updates, and schedule.stages = {schedule.stages} with "
-            f"epochs = {schedule.epochs} is {schedule.total_updates:,} in all, which leaves {max(remaining, 0):,} of "
-            f"the {needed:,} that the stage is for; set schedule.stages to {fitting} or more"
+            f"schedule.stages = {schedule.stages} with schedule.epochs = {schedule.epochs} ends the run after "
+            f"{schedule.total_updates:,} updates, but stage {start.stage} begins after {start.updates:,} and needs "
+            f"{needed:,} more; set schedule.stages to {fitting} or more"
         )
 
 
 def _link(source: Path, target: Path, key: str, skipped: Sequence[str] = ()) -> None:
-    """Make `target` a directory with the files of `source` but those named in `skipped`, completely or not at all.
+    """Make `target` a directory with the files of `source` except those named in `skipped`, completely or not at all.
 
     If `target` has a file `key` that equals the source's, it was made before and is kept. Raises UserError when
-    something else is at `target`, and when the source changes meanwhile.
+    something else is at `target`, and when a file cannot be copied, for instance since the source changes meanwhile.
     """
     if os.path.lexists(target):
         if (target / key).is_file() and digest(target / key) == digest(source / key):
             return  # an earlier start of this branch, which was killed, has linked it
         raise UserError(f"{target} exists and is not what {source} holds; move it away, or choose another run.dir")
-    ignored = shutil.ignore_patterns("*.partial", *skipped)  # another process may be writing
+    ignored = shutil.ignore_patterns("*.partial", *skipped)  # `*.partial`: a file that another process is writing
     with durable_directory(target, replace=False) as partial:
 
         def copy(one: str, other: str) -> None:
-            # A UserError: `copytree` makes one text of all errors of the system.
+            # A full disk is reported here, since `copytree` turns errors of the system into texts of one shutil.Error.
             with full_disk_as_user_error(target / Path(other).relative_to(partial)):
                 link_or_copy(one, other)
 
@@ -194,8 +198,8 @@ def _link(source: Path, target: Path, key: str, skipped: Sequence[str] = ()) -> 
             shutil.copytree(source, partial, copy_function=copy, ignore=ignored, dirs_exist_ok=True)
         except shutil.Error as error:
             raise UserError(
-                f"{source} cannot be copied ({error.args[0][0][2]}); if its run is still in progress, wait until it "
-                "has ended, and run the same command again"
+                f"{source} cannot be copied ({error.args[0][0][2]}); mend this, or if its run is still in progress, "
+                "wait until it has ended; then run the same command again"
             ) from None
 
 
@@ -208,7 +212,7 @@ def link_or_copy(source: str | Path, target: str | Path) -> None:
 
 
 def _check_commit(now: HubModel | None, record: RunRecord, source: Path) -> None:
-    """Raise UserError when the branch would start from another commit of the hub's model than its source."""
+    """Raise UserError when the branch would start from another commit of the hub's model than its source run did."""
     first = record.model
     if first and now and first.name == now.name and first.commit != now.commit:
         raise UserError(

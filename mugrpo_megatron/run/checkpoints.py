@@ -68,7 +68,10 @@ GRACE_S = 10.0
 
 
 class Saver:
-    """Saves the learner, one save at a time; with `checkpoint.asynchronous`, in a thread. Every rank has a Saver."""
+    """Saves checkpoints of the learner and its hf/, one of each at a time. Every rank has a Saver.
+
+    With `checkpoint.asynchronous` a thread writes while training continues.
+    """
 
     def __init__(self, learner: Learner, directory: Path, section: CheckpointSection, run: str) -> None:
         """`run` is the run's id, written into every checkpoint."""
@@ -126,7 +129,7 @@ class Saver:
     def _remove_old(self) -> None:
         if self._learner.ranks.rank == 0:
             for old in complete_checkpoints(self._directory)[: -self._section.keep]:
-                leftover = resumable(old)  # renamed first: a kill must not leave half of it under a checkpoint's name
+                leftover = resumable(old)  # renamed first, so that a kill leaves no half of it with a checkpoint's name
                 old.rename(leftover)
                 shutil.rmtree(leftover)
 
@@ -167,13 +170,13 @@ def open_saver(
 def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Callable[[str], None]) -> Cursor:
     """Load the newest intact checkpoint and return its cursor; without a checkpoint, the run's start. Collective.
 
-    Newer checkpoints, which are damaged or incomplete, are reported through `say` on rank 0 and renamed. Raises
-    UserError when all are damaged, and when the newest intact one belongs to another run or to another cursor than its
-    name says.
+    Checkpoints that are newer than that are damaged or incomplete: rank 0 renames them and calls `say` for each. Raises
+    UserError when all checkpoints are damaged, and when the newest intact one belongs to another run or to another
+    cursor than its name says.
     """
     is_main = learner.ranks.rank == 0
     if is_main:
-        # These were left by a save or a removal that was killed.
+        # Remove what a save or a removal that was killed has left.
         for leftover in directory.glob(resumable(Path(CHECKPOINTS)).name):
             remove(leftover)
         remove_leftovers(directory, CHECKPOINTS)
@@ -209,7 +212,7 @@ def newest_cursor(directory: Path) -> Cursor:
         try:
             return Cursor(**read_state(candidate)["cursor"])
         except UserError as error:
-            problem = problem or str(error)  # `restore_newest` reports it if an older one is intact
+            problem = problem or str(error)  # not raised here: an older checkpoint may be intact
     if problem:
         raise _all_damaged(directory, problem)
     return Cursor()

@@ -1,4 +1,4 @@
-"""Communication of several ranks: gloo for collectives, the rendezvous store for waits longer than their timeout."""
+"""Communication of several ranks: by gloo, or by torch's rendezvous store where a collective could time out."""
 
 from __future__ import annotations
 
@@ -92,7 +92,10 @@ class ConnectedWorld(World):
 
 
 def open_world(ranks: Ranks, timeout_s: float, engines: int, stop: StopRequest) -> World:
-    """Make the world of the ranks that the learner's process groups connect; `stop` then asks the other ranks too."""
+    """Make the world of the ranks that the learner's process groups connect. Collective.
+
+    From then on `stop.poll` also finds requests to stop that other ranks got. `timeout_s` is that of a collective.
+    """
     if ranks.world == 1:
         return World(engines=engines, stop=stop)
     # gloo is used on GPUs too: objects stay on the host, and a hung NCCL communicator of the learner cannot block a
@@ -118,7 +121,7 @@ def broadcast_failure(ranks: Ranks) -> Iterator[None]:
 
 
 def _any_rank_asked(ranks: Ranks, announce: bool) -> bool:
-    """Whether any rank was asked to stop; with `announce`, this one is counted from now on.
+    """Whether any rank was asked to stop; with `announce`, the others learn from now on that this rank was.
 
     Raises CollectiveFailure when a rank has failed.
     """

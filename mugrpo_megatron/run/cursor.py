@@ -34,21 +34,20 @@ class Cursor:
         return f"stage {self.stage} of {schedule.stages}"
 
     def updates_sampled(self, schedule: ScheduleSection) -> int:
-        """The number of updates whose responses the stage holds: its length by the schedule, or what the run has left.
-
-        The smaller of the two counts.
+        """The number of updates for which the stage samples responses: its length by the schedule, or the number of
+        updates that the run has left, if that is smaller.
         """
         return min(schedule.length(self.stage), schedule.total_updates - self._before_stage)
 
     def updates_taken(self, schedule: ScheduleSection, sampled: int) -> int:
         """The number of updates to take on a stage that holds the responses of `sampled` updates.
 
-        It is all epochs over them, or what the run has left, if that is less.
+        These are all epochs over the responses, or the updates that the run has left, if these are fewer.
         """
         return min(sampled * schedule.epochs, schedule.total_updates - self._before_stage)
 
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
-        """The positions of the stage's prompts in the run's order of prompts; they begin where the last stage's ended.
+        """The positions of the stage's prompts in the run's order of prompts, from the end of the previous stage's.
 
         So S=4, µ=64 and S=64, µ=4 train on the same problems in the same order, with any number of epochs.
         """
@@ -102,6 +101,7 @@ def nats_moved(cursor: Cursor, metrics: Mapping[str, float]) -> float:
 
 
 def stage_exhausted(nats: float, schedule: ScheduleSection) -> bool:
-    """Whether the policy has moved too far (`nats_moved`) to go on with the stage's responses."""
-    # Callers must reduce this over ranks: each has summed the metrics itself, and a GPU's sums differ in the last bits.
+    """Whether the policy has moved so far (`nats_moved`) that the stage ends early, by `schedule.max_kl`."""
+    # Callers must reduce this over ranks. Each rank sums its metrics itself, and the sums of two GPUs may differ in the
+    # last bits, so that one rank would end the stage and another not.
     return nats > schedule.max_kl > 0

@@ -123,11 +123,14 @@ class RunDirectory:
         return self.path / "ref" / f"stage{stage:05d}.parquet"
 
     def auxiliary(self, stage: int, name: str) -> Path:
-        """The file of a column that an auxiliary model computes, outside the stage's directory as `proximal_files`."""
+        """The file of `teacher-NAME` or `reward-NAME`: what an auxiliary model computes for each response of a stage.
+
+        Like `proximal_files`, it is outside the stage's directory.
+        """
         return self.path / "auxiliary" / f"stage{stage:05d}-{name}.parquet"
 
     def auxiliary_files(self, stage: int) -> list[Path]:
-        """The files of the stage's complete auxiliary columns, two for each."""
+        """The files of the stage's complete auxiliary columns: for each column its values and its index."""
         indices = sorted(self.path.glob(f"auxiliary/stage{stage:05d}-*.json"))
         return [path for index in indices for path in (index.with_suffix(".parquet"), index)]
 
@@ -137,13 +140,13 @@ class RunDirectory:
 
 @contextmanager
 def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
-    """Create or open `run.dir`, record a new run's inputs, and hold the directory's lock in the block.
+    """Create or open `run.dir`, write its record, recipe and checksums, and hold the directory's lock in the block.
 
     Raises UserError as `check_directory` does, and when another process holds the lock or the directory cannot be
     written.
     """
     directory = RunDirectory(recipe.run.dir)
-    check_directory(recipe)  # before any folder is made in a directory that is not a run's
+    check_directory(recipe)  # checked before folders are made, since the directory may be no run's
     try:
         for folder in (directory.path / "stages", directory.checkpoints, directory.logs):
             folder.mkdir(parents=True, exist_ok=True)
@@ -238,7 +241,7 @@ def _try_lock(path: Path, descriptor: int, shared: bool) -> bool:
 
 
 def is_finished(recipe: Recipe) -> bool:
-    """Whether `run.dir` holds the run of this recipe, and the run is finished.
+    """Whether `run.dir` holds the run of this recipe with a summary of all its updates, so that nothing is left to do.
 
     Raises UserError when the directory belongs to another run, or its summary is damaged.
     """
@@ -278,7 +281,7 @@ def check_same_run(directory: RunDirectory, new: Recipe) -> None:
     """Raise UserError when the directory belongs to a run whose recipe computes something else than `new`."""
     if not directory.recipe.exists():
         return
-    # More stages make the same run longer, unless stages grow: there the number of stages sets their lengths.
+    # More stages make the same run longer, except with `growth`, where the number of stages changes their lengths.
     longer = {"schedule.stages"} if new.schedule.growth == 1.0 else set()
     if changed := sorted(set(changed_keys(load_recipe(directory.recipe), new)) - longer):
         has_work = directory.stages() or any(directory.checkpoints.glob("stage*"))
@@ -311,7 +314,10 @@ def _at(table: Any, key: str) -> Any:
 
 
 def stage_origin(directory: RunDirectory, record: RunRecord, cursor: Cursor) -> Origin:
-    """The origin that the cursor's stage must have: this run, and the weights at the stage's start."""
+    """The origin that the cursor's stage must have: the run that generates it, and the weights at its start.
+
+    The run is this one, or for the first stage of a branch the run that generated the stage.
+    """
     start, run = cursor.updates - cursor.age, record.run_of_stage(cursor.stage)
     # A branch may begin with later weights than those that sampled its first stage, which stays as it was sampled.
     if record.branch is not None and record.branch.stage == cursor.stage:
@@ -332,7 +338,7 @@ def hf_cursor(directory: RunDirectory, record: RunRecord) -> Cursor | None:
         # names.
         if not directory.hf.exists():
             return None
-        content = read_json(path)  # hf/ may have come back since the first attempt to read it
+        content = read_json(path)  # a replacement of hf/ may have ended since the first attempt to read it
     try:
         if content.get("run") == record.id:
             return Cursor(**CURSOR.validate_python(content.get("cursor")))

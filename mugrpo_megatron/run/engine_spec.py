@@ -23,7 +23,7 @@ def engine_spec(recipe: Recipe) -> EngineSpec:
 
 
 def _episodes(recipe: Recipe, engine: Any) -> Any:
-    """Make the object with which a user's function or program plays an episode for each response of `engine`."""
+    """Make the object that lets a user's function or program play an episode for each response of `engine`."""
     from mugrpo_megatron.extras.episodes.episodes import Episodes
 
     return Episodes(recipe, engine)

@@ -42,7 +42,7 @@ class Engines:
     leader: Leader | None = None
     """The engine that this rank leads; None on a rank that leads none."""
     follower: FollowerNode | None = None
-    """The engine process that this rank runs for an engine that a rank of another node leads; None on other ranks."""
+    """This rank's process of an engine over several nodes that a rank of another node leads; None on other ranks."""
     agreed: bool = False
     """Whether all engines have been found to agree with the learner since the start (`phases.agreement`); the same on
     every rank."""
@@ -81,7 +81,7 @@ class Engines:
         Returns the metrics `bytes` and, after a comparison (`engine.check_weights`), `checked`, the number of compared
         tensors. Raises WeightMismatch on every rank when the compared weights differ.
         """
-        self.world.barrier()  # waits until the slowest engine has started
+        self.world.barrier()  # without it the sync's collectives could time out while an engine still starts
         leader = self.leader
         with leader.guarded() if leader else ExitStack():
             sync(self.weight_sync, self._running, version)
@@ -121,7 +121,7 @@ class Engines:
             self.world.barrier()
 
     def rendezvous(self) -> None:
-        """Restart every engine over several nodes that has lost a process; returns at once."""
+        """Restart every engine over several nodes that has lost a process; does not wait until it has loaded."""
         if self.section.nodes > 1 and (ended := rendezvous(self.world, self.local)) and self.leader:
             self.leader.note(EngineFailure(ended))
 
@@ -131,7 +131,7 @@ class Engines:
 
 
 def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
-    """Restart every engine over several nodes that has lost a process; returns at once. Collective.
+    """Restart every engine over several nodes that has lost a process; does not wait until it has loaded. Collective.
 
     `local` is the engine or follower process that this rank runs. On the leader of an engine that was running, the
     result is a sentence that says on which nodes its processes had ended; elsewhere it is empty.
@@ -139,7 +139,8 @@ def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
     statuses = world.gather(None if local is None else node_status(local.slot.number, local.slot.node, local.running))
     if local is None:
         return ""
-    # SGLang's nodes meet only once, at their start (--dist-init-addr). A node cannot join later, so all are restarted.
+    # SGLang's nodes connect only once, at their start (--dist-init-addr). A process could not join the others later, so
+    # those of all nodes are restarted.
     nodes = [status for status in statuses if status is not None and status.engine == local.slot.number]
     if all(node.running for node in nodes):
         return ""

@@ -29,7 +29,7 @@ def with_model(
     if name is None or recipe.model.commit:
         return recipe
     say(f"model: {name} of the Hugging Face hub, downloaded unless it is in the cache")
-    # A branch or tag of the hub may have moved since, so the run takes the commit that it began with.
+    # A branch or tag of the hub may have moved since the run began, so the run takes the commit that it began with.
     record = read_record(run_dir) if run_dir else None
     first = record.model if record else None
     revision = first.commit if first and first.name == name else recipe.model.revision
@@ -38,7 +38,7 @@ def with_model(
 
 
 def with_cached_model(recipe: Recipe, run_dir: Path | None = None) -> Recipe:
-    """The recipe with the directory of its model, if that is in the hub's cache, else as it is; downloads nothing."""
+    """`with_model` without a download: returns the recipe unchanged if its model is not in the hub's cache."""
     try:
         return with_model(recipe, run_dir=run_dir, cached=True)
     except UserError:
@@ -65,6 +65,6 @@ def check_initial_weights(record: RunRecord, model: ModelSection, source: str) -
     """
     if record.weights and record.weights != weights_fingerprint(model):
         raise UserError(
-            f"{source} used other weights than {model.path} holds now; restore the original weights, or choose "
-            "another run.dir"
+            f"{source} used other weights than {model.path} holds now; restore the original weights, or begin a new "
+            "run with these in another run.dir"
         )

@@ -1,6 +1,6 @@
 """Checksums of a run's problems and of the user's files, by which a resumed run notices that they have changed.
 
-data.json        {"train": {set: SHA-256 of its problems}, "held-out": ...}, with a checksum; the data's files may move
+data.json        {"train": {set: SHA-256 of its problems}, "held-out": ...}, with a checksum; paths do not count
 user_files.json  {recipe key: SHA-256 of the file that it names}, with a checksum
 """
 
@@ -61,7 +61,8 @@ def sums_by_set(problems: Sequence[Problem]) -> dict[str, str]:
     sums: dict[str, hashlib._Hash] = {}
     for problem in problems:
         # The id is left out, because it has the path of the problem's file, and a run may go on after its data set has
-        # moved. A message that has only a role and a content counts as a pair, as in the sums of earlier versions.
+        # moved. A message with only a role and a content is summed as their pair, so that runs of earlier versions,
+        # which did so, keep their sums.
         messages = [list(m.values()) if m.keys() == {"role", "content"} else m for m in problem.messages]
         fields: list[object] = [problem.question, problem.answer, problem.source, messages]
         if problem.row:
@@ -104,7 +105,7 @@ def check_user_files(recipe: Recipe) -> dict[str, str]:
     (`editable_after_failure`). Returns the checksums that the run has recorded; empty if there is none.
     """
     run_dir, now = recipe.run.dir, user_files(recipe)
-    before = _read(run_dir / USER_FILES) or {}  # an older run has no such file
+    before = _read(run_dir / USER_FILES) or {}  # runs of earlier versions have no such file
     edited = [key for key in sorted(before.keys() & now.keys()) if before[key] != now[key]]
     if not (any(run_dir.glob("stages/*/*.parquet")) or any(run_dir.glob("evaluations/*"))):
         edited = [key for key in edited if not key.startswith("reward.")]
@@ -129,7 +130,8 @@ def record_user_files(recipe: Recipe) -> None:
 
 @contextmanager
 def editable_after_failure(run_dir: Path) -> Iterator[None]:
-    """Forget the checksum of a reward function that ends the block by an error, since its author has to edit it."""
+    """Remove the recorded checksum of a reward function whose failure ends the block, since its author has to edit
+    it."""
     path = run_dir / USER_FILES
     try:
         yield

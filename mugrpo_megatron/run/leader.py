@@ -1,4 +1,4 @@
-"""The engine that a process leads: its launch, its failures, and its verifier, tokenizer and problems.
+"""The engine that a process leads (starts and talks to): its launch, failures, verifier, tokenizer and problems.
 
 This module needs no Megatron.
 """
@@ -32,11 +32,11 @@ from mugrpo_megatron.run.world import World
 
 @dataclass(kw_only=True)
 class LedEngine:
-    """An engine that this process leads, and the failures that no round has reported yet."""
+    """An engine that this process leads, and its failures."""
 
     engine: Engine
     failure: EngineFailure | None = None
-    """The last failure; None once it has been reported."""
+    """The last failure; None once a round (`phases.rounds`) has reported it."""
     failures_in_a_row: int = 0
     """Number of failures since the engine last finished something (`progressed`)."""
     checked: bool = False
@@ -44,7 +44,7 @@ class LedEngine:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """In the block, note a failure of the engine instead of raising it.
+        """End the block without an exception if the engine fails in it, and note the failure.
 
         The engine then samples nothing until it is restarted.
         """
@@ -61,14 +61,14 @@ class LedEngine:
             self.failures_in_a_row += 1
 
     def progressed(self) -> None:
-        """Note that the engine has finished something that is kept, which ends a row of failures.
+        """Note that the engine has finished something that is kept, so that its failures are counted anew.
 
         A failure that is not reported yet still counts as one.
         """
         self.failures_in_a_row = int(self.failure is not None)
 
     def restart_if_failed(self) -> None:
-        """If the engine has failed, start it again, with the weights of its model directory; returns at once."""
+        """If the engine does not run, start it with the weights of its model directory; does not wait for that."""
         if not self.engine.running:
             self.engine.restart()
 
@@ -121,9 +121,9 @@ def launch(
     """Launch this rank's engine, if it leads one, and a verifier with `reward.workers` processes, by default its share
     of half of the node's cores.
 
-    Returns while the engine still loads, in the process `host` if that is given. `stack` ends both. An engine over
-    several nodes is only prepared: `engines.rendezvous` launches its processes. Once `stopping()` is true, no call
-    waits for an engine.
+    The engine loads in the process `host`, or without it in a new one; this does not wait until it has loaded. `stack`
+    ends engine and verifier. An engine over several nodes is only prepared: `engines.rendezvous` launches its
+    processes. Once `stopping()` is true, no call waits for an engine.
     """
     slot = slot_of_environment(recipe.engine, finds_cuda())
     spec, directory = engine_spec(recipe), recipe.model.directory
@@ -147,8 +147,8 @@ def launch(
 def wait_for_engines(leader: LedEngine | None, world: World) -> None:
     """Wait until every engine has started; UserError on every rank when one does not start."""
     problem = first_start_problem(leader.engine) if leader else ""
-    # An engine may load for longer than a collective's timeout. The barrier waits as long as all ranks are alive, so
-    # that the gather after it does not wait.
+    # An engine may load for longer than a collective's timeout, so that the gather alone would fail. The barrier has no
+    # timeout while all ranks are alive.
     world.barrier()
     # The problems are gathered, so that every rank ends with the same error instead of waiting for one that failed.
     for rank, reason in enumerate(world.gather(problem)):

@@ -1,4 +1,4 @@
-"""Opens the parts of a run so that they start at the same time, and closes them, also after an error or a stop."""
+"""Opens the parts of a run, at the same time where that is possible, and closes them, also after an error or a stop."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class RunFiles:
 def open_run(
     recipe: Recipe, problems: Problems | None, host: HostProcess | None = None, generates: bool = True
 ) -> Iterator[tuple[Run, Learner, Engines, Cursor]]:
-    """Start engines and learner of a recipe, and resume its run where it stands; the block is the run.
+    """Start engines and learner of a recipe, and resume its run where it stands. They are closed after the block.
 
-    `checks.preflight.check_run` must have checked the recipe; it reads the `problems`, on rank 0. `host` is the
-    engine's process if it was started before (`engine.launch.prelaunch_host`). With `generates` false there is neither
-    engine nor verifier. Yields the run, its learner, its engines and the cursor.
+    The recipe must have been checked by `checks.preflight.check_run`, which also reads the `problems` (on rank 0; None
+    on others). `host` is the engine's process if it was started before (`engine.launch.prelaunch_host`). With
+    `generates` false there is neither engine nor verifier. Yields the run, its learner, its engines and the cursor.
     """
     if generates and finds_cuda():
         check_allocator()
@@ -76,7 +76,7 @@ def open_run(
             with files.display.waiting(f"building the learner{loading}"):
                 learner = build_learner(recipe)
             world = join_world(learner, number, files.stop, stack)
-            record = world.broadcast(files.record)  # only rank 0 reads the directory: the other nodes may see it late
+            record = world.broadcast(files.record)  # not read by each rank: other nodes may see the new file late
             assert record
             cursor = restore_learner(learner, directory, record, log, files.display)
             saver = stack.enter_context(open_saver(learner, directory.checkpoints, recipe.checkpoint, record.id, log))
@@ -102,7 +102,7 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
         cursor = newest_cursor(directory.checkpoints)
         if is_main and problems:
             record_data(directory.path, problems)
-        # This comes before the learner is built, which takes minutes: a stage that cannot be used is refused at once.
+        # Done here, so that a stage that cannot be used is refused before the learner is built, which takes minutes.
         if record:
             clean_current_stage(directory, stage_origin(directory, record, cursor), cursor)
         display = stack.enter_context(open_display(show=is_main))
@@ -120,7 +120,8 @@ def open_files(recipe: Recipe, problems: Problems | None) -> Iterator[RunFiles]:
 
 
 def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor) -> None:
-    """Check the stage at the cursor; if it is sealed, remove what a killed process has left of its shards.
+    """Check the stage at the cursor; if it is sealed, remove the shards (parts of the unsealed stage) that a killed
+    process has left.
 
     Raises UserError when the stage is damaged or another run's, or when it is incomplete although updates were taken on
     it.

@@ -62,7 +62,7 @@ def write_published(directory: Path, published: Published) -> None:
 def check_start(published: Published, model: ModelSection) -> None:
     """Raise UserError when `model.path` has other weights than the model that sampled a published stage 0."""
     if published.stage:
-        return  # a later stage is published with the checkpoint at its start, which has its weights
+        return  # a branch at a later stage starts from the published checkpoint and not from `model.path`
     sums = weight_sums(model.directory)
     if sums != published.weights:
         raise UserError(
@@ -74,7 +74,7 @@ def check_start(published: Published, model: ModelSection) -> None:
 
 def have_logprobs(store: StageStore) -> bool:
     """Whether a stage's responses have the engine's log-probabilities; imported responses may have none."""
-    # A stage has logprobs for all of its responses or for none: one update is enough to know.
+    # A stage has logprobs for all of its responses or for none, so its first update shows which.
     return not any(np.isnan(sample.engine_logprobs).any() for sample in store.read_update(0))
 
 

@@ -93,7 +93,7 @@ def read_record(run_dir: Path) -> RunRecord | None:
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:
-    """Write the record of a run directory, atomically."""
+    """Write the record of a run directory; readers see the old record or the new one, never a part."""
     write_checksummed_json(run_dir / FILE_NAME, "run", asdict(record))
 
 
@@ -113,7 +113,8 @@ def claim(run_dir: Path, model: HubModel | None = None, weights: str = "") -> Ru
 def check_run_dir(run_dir: Path) -> RunRecord | None:
     """Check that a run may use `run_dir`; returns the record of the run in it, None for a new run.
 
-    Raises UserError when `run_dir` is no directory, is shared with other things, or has a run's files without a record.
+    Raises UserError when `run_dir` is no directory, is the current, home or root directory, or has a run's files
+    without a record.
     """
     try:
         if not stat.S_ISDIR(run_dir.stat().st_mode):
@@ -149,8 +150,8 @@ def check_model_path(model: Path, hf: Path) -> None:
 
 
 def check_hf(hf: Path, record: RunRecord | None) -> None:
-    """Raise UserError unless the run may write `hf`: nothing is there, or a directory that the run itself wrote and to
-    which nobody has added a folder."""
+    """Raise UserError unless the run may write `hf`: nothing is there, or a directory that this run wrote and that has
+    no other folder than ADAPTER."""
     if not os.path.lexists(hf):
         return
     if hf.is_symlink() or not hf.is_dir():

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 class Run:
     """The parts of a run that every phase uses, besides learner and engines.
 
-    A process without a learner is a run whose world has one rank: a shard of generation, `mugrpo eval`.
+    A process without a learner, such as `mugrpo eval` or a process that only generates, is a run whose world has one
+    rank.
     """
 
     recipe: Recipe
@@ -68,7 +69,7 @@ class Run:
             self.save_and_stop(cursor, kept)
 
     def save_and_stop(self, cursor: Cursor, kept: str = "") -> NoReturn:
-        """End the run at the cursor because it was asked to stop; `kept` tells the user what is on disk already.
+        """Raise Stopped, which ends the run at the cursor; `kept` tells the user what is on disk already.
 
         Every rank calls this. The learner, if there is one, is saved while the run closes (`checkpoints.open_saver`),
         after the engines have ended, because a device may be too small for both.
@@ -81,8 +82,8 @@ class Run:
     def phase(self, phase: str, cursor: Cursor) -> Iterator[dict[str, float]]:
         """Log the block as a phase of the run, with the metrics that the block puts into the yielded dict.
 
-        If these have `tokens`, tokens per second are added. Meanwhile heartbeats, and errors about lost ranks, name the
-        phase.
+        If there is a metric `tokens`, tokens per second are added. During the block, heartbeats and errors about lost
+        ranks name the phase.
         """
         with self.log.phase(phase, cursor.stage) as facts:
             start = self.log.clock()

@@ -30,11 +30,12 @@ def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: 
 def group_samples(
     group: ScoredGroup, rollout: RolloutSection, reward: RewardSection, objective: ObjectiveSection
 ) -> list[Sample]:
-    """Make samples of a scored group, without failed episodes and, unless judges score too, responses without a reward.
+    """Make the samples of a scored group. Failed episodes are left out, and unless judges will score the stage,
+    responses without a reward too.
 
-    So a reward function that does not apply, fails or runs into a limit gives no advantage and changes no baseline. If
-    no sample would be left, the first response becomes one. The component `group.unscored` is the share of the group's
-    responses that have no reward, if there are any.
+    So a response that its reward function did not score, since it failed or does not apply, changes no baseline. If
+    no sample would be left, the first response becomes one. If a response has no reward, all samples get the component
+    `group.unscored`, the share of the group's responses without a reward.
     """
     unscored = [score.missing and not reward.judges for score in group.scores]
     failed = [
@@ -81,16 +82,16 @@ def group_samples(
 
 
 def with_advantages(samples: Sequence[Sample], objective: ObjectiveSection) -> list[Sample]:
-    """Add their advantages to the samples of a group."""
+    """Returns the samples of one group with their advantages, computed from the rewards of these samples."""
     advantages = group_advantages(*rewards_and_groups(samples), objective, samples)
     return [replace(sample, advantage=value) for sample, value in zip(samples, advantages.tolist(), strict=True)]
 
 
 def displayed_advantages(samples: Sequence[Sample], objective: ObjectiveSection) -> np.ndarray:
-    """The advantages [N] to show to people, who may read a run without executing a function that its recipe names.
+    """The advantages to show to people, float32 [N]; no function of a user is called for them.
 
-    With a user's advantage function they are those stored in the stage, or 0 without any. The samples must have been
-    read with their text.
+    With a user's advantage function they are those stored in the stage, or 0 for a sample without one. The samples must
+    have been read with their text.
     """
     if objective.has_user_advantage:
         return np.array([sample.advantage or 0.0 for sample in samples], dtype=np.float32)

@@ -72,8 +72,8 @@ class StopRequest:
     _next: float = 0.0
 
     def poll(self) -> bool:
-        """Whether any rank was asked to stop, which ranks learn at different times. It is cheap, and any thread may
-        call it."""
+        """Whether any rank was asked to stop; ranks learn of a request at different times. Any thread may call this, as
+        often as it likes."""
         # Ranks learn of a request through the store and not by a collective: a signal finds ranks at different places,
         # and a collective would wait for a rank that is inside another collective.
         announce = self.requested and not self._announced
@@ -115,7 +115,7 @@ class StopRequest:
         self._kept = kept
         try:
             yield
-        except RuntimeError as error:  # a collective fails when another rank has already left
+        except RuntimeError as error:  # a collective fails when another rank has already ended
             if self.requested:
                 raise self.stopped(kept) from error
             raise
@@ -158,7 +158,7 @@ def signal_message(number: int) -> str:
 def stoppable(is_main: bool) -> Iterator[None]:
     """In the block, end the process with exit code 0 on SIGTERM; the main rank prints a message.
 
-    It holds before a run is open and after it is closed; an open run handles signals by `handle_signals`.
+    It is for the time before a run is open and after it is closed. An open run uses `handle_signals`.
     """
     # Outside of an open run nothing has to be saved. Without this handler the signal would kill the process, and a
     # scheduler that pre-empts a job during the import of torch would count the job as failed.
@@ -175,9 +175,10 @@ def stoppable(is_main: bool) -> Iterator[None]:
 
 @contextmanager
 def handle_signals(is_main: bool) -> Iterator[StopRequest]:
-    """In the block, turn SIGTERM (pre-emption, a time limit), SIGHUP (a lost terminal) and Ctrl-C into a request.
+    """In the block, let SIGTERM (pre-emption, a time limit), SIGHUP (a lost terminal) and Ctrl-C request a stop.
 
-    The main rank prints a message. A second Ctrl-C raises KeyboardInterrupt.
+    The main rank prints a message for the first signal. A Ctrl-C more than REPEAT_AFTER_S later raises
+    KeyboardInterrupt.
     """
     request = StopRequest()
     signal_times: list[float] = []

@@ -30,9 +30,9 @@ class World:
     size: int = 1
 
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Wait until every rank has called this, as long as all are alive, and call `meanwhile` repeatedly.
+        """Wait without a timeout until every rank has called this; meanwhile call `meanwhile` repeatedly.
 
-        Raises CollectiveFailure once another rank has failed.
+        Raises CollectiveFailure once another rank has failed or seems dead.
         """
 
     def any_rank(self, flag: bool) -> bool:

@@ -80,7 +80,7 @@ def test_a_branch_with_the_same_objective_ends_bitwise_like_its_source(
         (0, "run", ["run.seed=9"], "run.seed"),
         (0, "run", ["data.max_prompt_tokens=7"], "data.max_prompt_tokens"),
         (0, "run", ["reward.overlong_buffer_tokens=8"], "reward.overlong_buffer_tokens"),
-        (0, "run", ["run.dir={run}"], "already holds a run"),
+        (0, "run", ["run.dir={run}"], "is the run of --from itself"),
     ],
 )
 def test_a_branch_that_cannot_be_is_refused(

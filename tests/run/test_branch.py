@@ -85,7 +85,7 @@ def test_a_branch_names_its_source(links: bool, source: Path, tmp_path: Path, mo
         assert (tmp_path / "b" / name).samefile(source / name) == links
     assert content(tmp_path / "b" / STAGE) == content(source / STAGE)
     assert content(source) == before
-    refuses(r"is a branch of .* at stage 1; choose another run\.dir", branch, recipe(tmp_path / "b"), source, 0)
+    refuses(r"already holds another branch, of .* at stage 1; choose", branch, recipe(tmp_path / "b"), source, 0)
 
 
 def test_stage_0_is_refused_with_other_weights_than_those_that_sampled_it(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_a_branch_has_updates_left_for_the_whole_stage(source: Path, tmp_path: P
         schedule = [f"schedule.stages={stages}", f"schedule.epochs={epochs}"]
         branch(recipe(tmp_path / f"{stages}-{epochs}", *schedule), source, 1)
     with pytest.raises(
-        UserError, match=r"begins after 2 updates.* leaves 0 of the 2 .* set schedule.stages to 2 or more"
+        UserError, match=r"ends the run after 2 updates, but stage 1 begins after 2 and needs 2 more; set .* to 2 or"
     ):
         branch(recipe(tmp_path / "b", "schedule.stages=1"), source, 1)
-    with pytest.raises(UserError, match=r"leaves 2 of the 4 .* set schedule.stages to 2 or more"):
+    with pytest.raises(UserError, match=r"after 4 updates, but stage 1 begins after 2 and needs 4 more; set .* to 2"):
         branch(recipe(tmp_path / "b", "schedule.stages=1", "schedule.epochs=2"), source, 1)
     assert not (tmp_path / "b").exists()
 
@@ -183,7 +183,7 @@ def broken(source: Path, case: str) -> None:
 BROKEN = {
     "stages swapped": "holds stage 0",
     "no manifest": r"manifest\.json is missing",
-    "a start of another run": "are of different runs",
+    "a start of another run": "was saved by another run than .* was sampled by",
     "a start without state": "not a complete checkpoint",
     "no start": "is missing, and with it the weights at the start of stage 1",
 }
@@ -197,6 +197,6 @@ def test_a_broken_source_is_named_before_anything_is_made(case: str, source: Pat
     refuses(BROKEN[case], branch, recipe(tmp_path / "b"), tmp_path / "source", 1)
     assert not (tmp_path / "b").exists()
     with pytest.raises(
-        UserError, match=r"no sealed stage 7 .* sealed stages are \[0|holds stage|manifest\.json is missing"
+        UserError, match=r"no sealed stage 7 .* its sealed stages \[0|holds stage|manifest\.json is missing"
     ):
         branch(recipe(tmp_path / "b"), tmp_path / "source", 7)
