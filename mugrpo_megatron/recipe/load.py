@@ -66,7 +66,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _suggestion(loc: tuple[int | str, ...], value: Any) -> str:
-    """Returns a hint at keys that the user may have meant by an unknown one."""
+    """Returns a hint at the keys that a user may have meant by the unknown key at `loc`, whose value is `value`."""
     *sections, key = map(str, loc)
     known = _known_keys(loc[:-1])
     close = difflib.get_close_matches(key, known, n=1)
@@ -359,8 +359,8 @@ def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], laye
 
 
 def _dropped_keys(section: Table, objective: ObjectiveSection) -> str | None:
-    """Returns a sentence about keys of `section` that a new objective's name dropped; None if no value has changed by
-    that."""
+    """Returns a sentence that lists the keys of `section`, an `[objective]` table, that `--set objective.name` has
+    dropped; None if all of them have the same values in the new `objective`."""
     values = objective.model_dump(mode="json")
     keys = [key for key, value in section.items() if key != "name" and values.get(key) != value]
     if not keys:

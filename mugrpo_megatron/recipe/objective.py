@@ -1,4 +1,4 @@
-"""The base class of all sections, and the `[objective]` section: which loss an update minimises, with its numbers."""
+"""The base class of all sections, and the `[objective]` section: the loss that an update minimises."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ class Section(BaseModel):
 
     @classmethod
     def change_of(cls, key: str) -> Change | None:
-        """Returns when the key may change after a run has begun: the key's own mark, or else the section's."""
+        """Returns when the key may change after a run has begun: the key's own mark, or else the section's; None if it
+        never may."""
         field = cls.model_fields.get(key)
         marks: Any = (field.json_schema_extra if field else None) or cls.model_config.get("json_schema_extra") or {}
         return marks.get("changes")  # type: ignore[no-any-return]
@@ -340,6 +341,6 @@ class ObjectiveSection(Section):
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether the loss needs numbers about the whole update (`update_statistics`), so a forward pass before any
-        gradient."""
+        """Whether the loss needs numbers about the whole update (`update_statistics`), which a forward pass computes
+        before the passes with gradients."""
         return self.second_moment != "none"

@@ -24,9 +24,9 @@ class Equivalent(NamedTuple):
 
 @cache
 def equivalents() -> dict[str, Equivalent]:
-    """Returns another trainer's key -> the recipe's; a key that is ambiguous has its section in front.
+    """Returns a dictionary: another trainer's key -> the recipe keys that mean the same.
 
-    The table is read only after a mistake.
+    An ambiguous key has its section in front. The file is read at the first call, since only mistakes need it.
     """
     tables = tomllib.loads(files(__package__).joinpath("other_trainers.toml").read_text(encoding="utf-8"))
     return {
@@ -59,7 +59,7 @@ def _sentence(name: str, recipe: Equivalent) -> str:
 
 
 def _leaves(name: str, value: Any, depth: int = 0) -> list[str]:
-    """Returns the dotted names of all values in a section, at most `MAX_DEPTH` levels deep."""
+    """Returns the dotted names of all values in a section; a table MAX_DEPTH levels deep counts as a value."""
     if not isinstance(value, dict) or depth == MAX_DEPTH:
         return [name]
     return [leaf for key, inner in value.items() for leaf in _leaves(f"{name}.{key}", inner, depth + 1)]

@@ -43,7 +43,7 @@ MIN_WORKER_MB = 64
 
 
 class FunctionSection(Section):
-    """One of several reward functions; a response's reward is the sum of weight x reward over those that apply."""
+    """One of several reward functions; a response's reward is the sum of weight x reward over those that score it."""
 
     function: str = Field(min_length=1)
     """`math`, `code`, `judge` or a user's `module:function`."""
@@ -140,8 +140,8 @@ class RewardSection(Section):
                 )
         if self.functions and not self.table:
             raise ValueError(
-                "functions: judges score only whole stages, and evaluations need a function as well; add one, with "
-                "weight 0 if it shall not count"
+                "functions: all are judges, which score whole stages, and evaluations need another function; add one, "
+                "with weight 0 if training shall not count it"
             )
         if self.functions and not any(function.weight for function in self.functions.values()):
             raise ValueError("functions: every weight is 0, so every reward would be 0; give one a weight")

@@ -53,7 +53,7 @@ def question_template(text: str) -> str:
     if "{{" in text:
         raise ValueError("braces are not doubled here: write {question} and \\boxed{}")
     if other := [field for field in _FIELD.findall(_LATEX_COMMAND.sub("", text)) if field != QUESTION]:
-        raise ValueError(f"{other[0]} cannot be filled in: {QUESTION} is the only field")
+        raise ValueError(f"{other[0]} cannot be filled in: {QUESTION} is the only field; remove the other")
     return text
 
 

@@ -95,7 +95,7 @@ class LearnerSection(Section):
         return "blockwise" if self.layers == "fp8_blockwise" else "none"
 
     def chunk_tokens(self, cuda: bool) -> int:
-        """Returns the number of tokens in a chunk of the fused loss."""
+        """Returns the most tokens in a chunk of the fused loss: `loss_chunk_tokens`, or the device's default for 0."""
         # Each chunk also reads and writes the output weight's float32 gradient, so a chunk is large on CUDA. For
         # 3,584 x 152,064 it is 4.4 GB, about 1 ms on an H200, beside products that take 4 ms for 1,024 tokens and
         # 17 ms for 4,096.

@@ -167,7 +167,8 @@ def _veto(run: RunData) -> str:
 
 
 def trigger_remark(run: RunData) -> str:
-    """Sentences about triggers: the run's threshold and veto, and how many triggers the threshold found."""
+    """Sentences about triggers: the run's threshold and veto, and the share of triggers at the nearest measured one. ""
+    if the recipe has no threshold."""
     objective, thresholds = run.recipe.get("objective", {}), thresholds_of(run)
     if "trigger_ratio" not in objective:
         return ""

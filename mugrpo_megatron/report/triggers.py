@@ -80,8 +80,8 @@ def threshold_series(
 
 
 def scope_series(thresholds: Thresholds, buckets: Sequence[Sequence[Row]], axis: str) -> Iterable[Series]:
-    """Curves along `axis`, one for each scope of the veto: tokens that it would drop at the threshold nearest to the
-    run's."""
+    """Curves along `axis`, one for each scope of the veto: the share of tokens that it would drop at the measured
+    threshold nearest to the run's own."""
     for scope, color in COLORS.items() if thresholds.names else ():
         values = over_updates(buckets, f"dropped_{scope}_{thresholds.nearest}")
         yield Series(f"{SCOPES[scope]} {scope}", color, axis, values, smooth=True, restarts=axis == "update")

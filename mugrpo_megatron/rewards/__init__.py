@@ -1,4 +1,4 @@
 """The verifier: turns responses into rewards, by the built-in functions `math` and `code` or by a user's function.
 
-The functions run in worker processes, which may die at any time.
+The functions run in worker processes. A worker that dies is replaced.
 """

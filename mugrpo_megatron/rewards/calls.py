@@ -39,7 +39,7 @@ class VerdictSink(Protocol):
         """Take the verdict on the response with this index; called once for every index."""
 
     def fail(self, error: Exception) -> None:
-        """Take the error that ended the verifier; the verdicts that are missing will not come."""
+        """Take the error that ended the verifier; no more verdicts follow."""
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class WorkerProcess:
 def start_worker(section: RewardSection, key: str, of_judge: bool) -> WorkerProcess:
     """Start a guard and its worker for `section.function`, which the recipe has at `key`.
 
-    `of_judge`: the function reads scores in a judge's answers.
+    `of_judge` says that the function is a judge's `parse`, which reads the score in the judge's answer.
     """
     options = {
         "of_judge": of_judge,
@@ -214,7 +214,7 @@ class Worker:
 def calls_of(
     sink: VerdictSink, indices: Sequence[int], items: Sequence[ScoringInput], max_items: int
 ) -> Iterator[Call]:
-    """Divide the items of a `submit` into calls of at most `max_items` consecutive ones."""
+    """Divide the items of a `submit` into calls of at most `max_items` consecutive items."""
     for start in range(0, len(items), max_items):
         chunk = slice(start, start + max_items)
         yield Call(items[chunk], [(sink, index) for index in indices[chunk]])

@@ -51,7 +51,7 @@ class Dispatcher:
     def __init__(self, section: RewardSection, key: str, of_judge: bool = False) -> None:
         """Prepare the dispatcher of `section.function`, which the recipe has at `key`; it runs after `start`.
 
-        `of_judge`: the function reads scores in a judge's answers.
+        `of_judge` says that the function is a judge's `parse`, which reads the score in the judge's answer.
         """
         self._section, self._key, self._of_judge = section, key, of_judge
         self._title = f"{key} {section.function!r}"
@@ -91,7 +91,7 @@ class Dispatcher:
         os.close(self._wake_out)
 
     def submit(self, sink: VerdictSink, indices: Sequence[int], items: Sequence[ScoringInput]) -> None:
-        """Start to score the items and return at once; if an error has ended the dispatcher, raise that."""
+        """Start to score the items and return at once. Raises the error that has ended the dispatcher, if one has."""
         if self._error is not None:
             raise self._error
         if self._is_math:

@@ -80,7 +80,8 @@ def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
 
 
 def _is_branch(directory: Path, record: RunRecord, expected: Branch) -> bool:
-    """Whether the run in the directory is the branch `expected`; UserError when it is another run that has begun."""
+    """Whether the run in the directory is the branch `expected`; False for a run that has not begun. UserError for
+    another branch, and for another run that has begun."""
     if record.branch == expected:
         return True
     if record.branch:

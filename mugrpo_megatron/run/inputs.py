@@ -72,7 +72,7 @@ def sums_by_set(problems: Sequence[Problem]) -> dict[str, str]:
 
 
 def user_files(recipe: Recipe) -> dict[str, str]:
-    """The checksums of the user's files: recipe key -> SHA-256 of the file; files that are not here are left out."""
+    """The checksums of the user's files: recipe key -> SHA-256 of the file; files that cannot be read are left out."""
     objective, table = recipe.objective, bool(recipe.reward.functions)
     functions = {
         **{f"reward.functions.{k}" if table else "reward.function": f.function for k, f in recipe.reward.table.items()},
@@ -91,7 +91,7 @@ def user_files(recipe: Recipe) -> dict[str, str]:
 
 
 def file_sum(path: Path | None) -> str:
-    """The SHA-256 of a file; empty if `path` is None or the file cannot be read."""
+    """The SHA-256 of a file; "" if `path` is None or the file cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest() if path else ""
     except (OSError, ValueError):

@@ -133,7 +133,7 @@ def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
 
 
 def join_world(learner: Learner, engines: int, stop: StopRequest, stack: ExitStack) -> World:
-    """Make the world of the ranks that the learner's process groups connect; `stack` ends it. Collective."""
+    """Make the world of the ranks that the learner's process groups connect; `stack` destroys these. Collective."""
     # `stack` gets the process groups before the saver, so that it destroys them after the last save has ended.
     stack.enter_context(shutdown_after(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))
@@ -145,7 +145,7 @@ def join_world(learner: Learner, engines: int, stop: StopRequest, stack: ExitSta
 def launch_in_its_place(
     learner: Learner, world: World, directory: RunDirectory, stop: StopRequest, stack: ExitStack
 ) -> Launched:
-    """Offload the learner, and launch this rank's engine on the memory that it leaves. Collective.
+    """Offload the learner, and launch this rank's engine on the device memory that this frees. Collective.
 
     The engine's process imports SGLang during the offload. Both take seconds: a first offload pins host memory (18 GB
     of a 1.5B model in 7 to 9 s on an H200's host).

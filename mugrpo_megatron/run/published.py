@@ -26,7 +26,7 @@ FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """What `published.json` says: which run and model made the stage, and what was left out."""
+    """The content of `published.json`: the run and the model that made the stage, and what is not published of them."""
 
     run: str
     """Id of the run."""

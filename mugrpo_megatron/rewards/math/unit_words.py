@@ -131,8 +131,8 @@ _KELVIN = re.compile(r"(?<=[0-9)}])\s+K(?=\s*(?:\Z|,))")
 
 
 def without_parts(text: str) -> str:
-    r"""Rewrite `5‰` and `5\text{ per mille}` as `5 \times 10^{-3}`, and `5‱` and `5` basis points as `5 \times
-    10^{-4}`."""
+    r"""Rewrite `5‰` and `5\text{ per mille}` as `5 \times 10^{-3}`, and `5‱` and `5\text{ basis points}` as
+    `5 \times 10^{-4}`."""
     return _PARTS.sub(lambda found: f" \\times 10^{{{-3 if found['thousand'] else -4}}}", text)
 
 
