@@ -45,7 +45,8 @@ def auxiliary_columns(
 
 
 def link_columns(recipe: Recipe, source: RunDirectory, target: RunDirectory, stage: int) -> None:
-    """Link the complete columns of `stage` in `source` into the branch `target`; copy them to another file system.
+    """Link the complete columns of `stage` in `source` into the branch `target`, or copy them if it is on another file
+    system.
 
     A column is left out if `recipe` has another auxiliary model, question or parser for it, or if the model's weights
     have changed since it was computed. The branch then computes that column itself.
@@ -68,7 +69,8 @@ def _has_weights(column: TableColumn, weights: str) -> bool:
 
 
 class ColumnParts:
-    """The parts of one column on disk, a file for each update; processes may write parts of different updates."""
+    """The parts of one column on disk, a file for each update. Several processes may write parts at the same time, of
+    different updates."""
 
     def __init__(self, column: TableColumn, weights: str, updates: int) -> None:
         """`weights` is `weights.families.fingerprint` of the auxiliary model's checkpoint, `updates` the stage's number

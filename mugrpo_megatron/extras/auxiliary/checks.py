@@ -105,7 +105,8 @@ def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
 
 
 def _check_family(config: ModelConfig, where: str) -> None:
-    """Raise UserError for a `model_type` that neither transformers' nor SGLang's source files name; imports neither."""
+    """Raise UserError for a `model_type` that neither transformers' nor SGLang's source files name. The files are read
+    as text, since both packages take long to import."""
     kind = config["model_type"]
     files = [
         *_sources("transformers", "models/auto/*.py"),
@@ -138,7 +139,7 @@ def _check_headers(directory: Path, config: ModelConfig, where: str) -> None:
 
 def _check_teacher(temperature: float, policy: Path, name: str, directory: Path) -> None:
     """Raise UserError for a teacher whose vocabulary is not the policy's, and, at a temperature other than 1, for a
-    teacher of a family whose last norm is not known (`models.LAST_NORM`)."""
+    family whose last norm, which applies the temperature, is not known (`models.LAST_NORM`)."""
     if temperature != 1.0:  # `architecture` refuses families whose last norm is not known
         architecture(read_config(directory, key=f"auxiliary.{name}.model", remedy=REMEDY), str(directory / CONFIG))
     if not policy.exists():  # this is a check on paper: the policy's files are not on this machine
@@ -149,6 +150,6 @@ def _check_teacher(temperature: float, policy: Path, name: str, directory: Path)
         token, number = differing[0]
         raise UserError(
             f"auxiliary.{name}.model = {directory} has another vocabulary than {policy} "
-            f"({len(differing)} entries differ, first {token!r} = {number}), so it cannot score the policy's "
-            "tokens; take a teacher with the same vocabulary"
+            f"({len(differing)} entries differ, the first is {token!r} with the id {number}), so it cannot score the "
+            "policy's tokens; take a teacher with the same vocabulary"
         )

@@ -166,7 +166,7 @@ class Judge:
 
     @contextmanager
     def _errors_on(self, sample: Sample, template: str) -> Iterator[None]:
-        """Turn any error of the template in the block into UserError; the template's time and memory are limited."""
+        """Turn any error of the block, which renders `template`, into UserError. Its time and memory are limited."""
         try:
             with template_clock():
                 yield
@@ -194,7 +194,8 @@ class Judge:
         return pa.Table.from_pylist(rows, schema=self.column.schema)
 
     def metrics(self, store: StageStore) -> dict[str, float]:
-        """The mean score, and the number of responses without a score."""
+        """The metrics `unparsed/NAME`, the number of responses without a score, and `reward/NAME`, the mean score, left
+        out if no response has one."""
         scores = np.concatenate([self.column.read(update) for update in range(store.updates)])
         unparsed = np.isnan(scores)
         mean = {} if unparsed.all() else {f"reward/{self._name}": float(scores[~unparsed].mean())}

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import torch
 
 TEMPLATE_TOKENS = 4096
-"""Tokens of a judge's question besides the quoted prompt and response."""
+"""The most tokens that a judge's question is expected to have besides the quoted prompt and response."""
 OTHER_TOKENIZER = 2
 """The most tokens that the judge's tokenizer is expected to make of a text that is one token of the policy's."""
 LONGEST_QUESTION = 1 << 20
-"""Context in tokens of a judge whose config has no `max_position_embeddings`."""
+"""The context in tokens that is assumed of a judge whose config has no `max_position_embeddings`."""
 
 
 def directory_of(auxiliaries: AuxiliariesSection, name: str, cached: bool = True) -> Path:
@@ -41,9 +41,9 @@ def directory_of(auxiliaries: AuxiliariesSection, name: str, cached: bool = True
         return snapshot(repository, "model", None, MODEL_FILES, cached)
     except ValueError as error:
         raise UserError(
-            f"auxiliary.{name}.model = {repository}: there is no such directory, and from the Hugging Face hub it "
-            f"could not be downloaded ({error}); check the name and the network, or give the directory of a "
-            "downloaded model"
+            f"auxiliary.{name}.model = {repository}: there is no such directory, and no copy of a model of the Hugging "
+            f"Face hub could be found or downloaded ({error}); check the name and the network, or give the directory "
+            "of a downloaded model"
         ) from None
 
 
@@ -75,7 +75,8 @@ def judge_recipe(recipe: Recipe, name: str, directory: Path, judge: FunctionSect
 def _recipe(
     recipe: Recipe, directory: Path, engine: EngineSection, rollout: Mapping[str, Any], room: int | None = None
 ) -> Recipe:
-    """The recipe with an auxiliary model in place of the policy; `rollout` replaces keys of its section."""
+    """The recipe with an auxiliary model in place of the policy. `rollout` has new values for keys of `[rollout]`, and
+    `room`, if given, is the longest prompt in tokens."""
     # No stop texts, because for them SGLang would have to load a tokenizer; no function, because an auxiliary model
     # plays no episodes.
     plain: dict[str, Any] = {"stop": [], "function": None}

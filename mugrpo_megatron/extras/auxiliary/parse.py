@@ -1,4 +1,4 @@
-"""Scores in a judge's answers, read by a user's function; runs in a worker of the verifier."""
+"""Reads the scores in a judge's answers with a user's function, in a worker process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parser_of(key: str, name: str, function: Callable[..., Any]) -> Callable[[Se
 
 
 def parse_score(parse: Callable[[str], Any], answer: str) -> tuple[float | None, str]:
-    """The score in a judge's answer and "", or None and the reason; the user's function may fail in any way."""
+    """The score in a judge's answer and "", or None and the reason, such as an exception of the user's function."""
     try:
         value = parse(answer)
         if value is None:

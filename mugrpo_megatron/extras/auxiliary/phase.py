@@ -96,7 +96,8 @@ def _memory(run: Run) -> float:
 
 @contextmanager
 def _engine(run: Run, recipe: Recipe, directory: Path, name: str) -> Iterator[tuple[int, LedEngine | None]]:
-    """Start this rank's engine, if it leads one, and stop it at the end; yields (number of engines, engine or None)."""
+    """Start an engine if this rank leads one, and stop it when the block ends; yields (number of all engines, this
+    rank's engine or None)."""
     slot = slot_of_environment(recipe.engine, finds_cuda())
     with ExitStack() as stack:
         led = None
@@ -112,11 +113,10 @@ LOOK_S = 1.0
 
 
 def lock_once_free(path: Path, work: str, display: Display, stop: StopRequest, stack: ExitStack) -> None:
-    """Wait until other processes release a lock, then take it; `stack` releases it.
+    """Wait until other processes release the lock `path`, then take it; `stack` releases it.
 
-    Gives up if the run is asked to stop.
-
-    `work` says what the other processes do, such as "score stage 3".
+    Returns without the lock if the run is asked to stop. `work` says what the other processes do, such as "score
+    stage 3".
     """
     with display.waiting(f"waiting for the processes that {work}"):
         while not stop.poll():

@@ -152,7 +152,7 @@ def _completed_updates(round: Round, store: StageStore, job: Job, width: int) ->
         update, index = divmod(prompt.index, STRIDE)
         in_flight[update].responses[index] = response
         yield from finished()
-    yield from finished()  # updates without a prompt, such as one whose questions are all too long
+    yield from finished()  # an update without a prompt, such as one whose questions are all too long, gets no response
 
 
 STRIDE = 1 << 32

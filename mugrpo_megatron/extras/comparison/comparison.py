@@ -111,7 +111,7 @@ def comparison(runs: Sequence[RunData]) -> str:
 
 
 def labels_of(runs: Sequence[RunData]) -> list[str]:
-    """A label for each run: the settings that tell it from the others, or its directory's name."""
+    """A label for each run: its `distinguishing_settings`, or, if two runs have the same ones, its directory's name."""
     labels = [", ".join(f"{_short(key)} {_setting(run, key)}" for key in distinguishing_settings(runs)) for run in runs]
     return labels if len(set(labels)) == len(labels) else [run.path.resolve().name for run in runs]
 
@@ -123,7 +123,8 @@ def _short(key: str) -> str:
 
 
 def distinguishing_settings(runs: Sequence[RunData]) -> list[str]:
-    """The settings that label the runs: of `differences`, those that tell more runs apart than the ones before them."""
+    """The settings that label the runs: each of `differences` that tells runs apart which those chosen before it do
+    not."""
     chosen: list[str] = []
 
     def apart(keys: Sequence[str]) -> int:
@@ -162,7 +163,7 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
 def _contents(runs: Sequence[RunData], file: str, content: str, section: str) -> set[str]:
     """The distinct records, as JSON, of the runs' training problems or reward functions; runs without one are skipped.
 
-    A record is the value under `content` in the run's `file`.
+    A record is the part of the value under `content` in the run's `file` that is about `section`.
     """
     records = set()
     for run in runs:

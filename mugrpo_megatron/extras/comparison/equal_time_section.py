@@ -1,4 +1,4 @@
-"""A comparison's section about equal time: what each run had reached when the first of them ended."""
+"""A comparison's section about equal time: what each run had reached after the time of the shortest one."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def section(ends: Ends, labels: Sequence[str], colors: Sequence[str]) -> PageSec
 
 
 def axes(ends: Ends) -> dict[str, Any]:
-    """The axes of the chart's series: seconds, and each run's own updates by then."""
+    """The axes of each run's series in the chart: its seconds, and the updates that it had taken by then."""
     named = {}
     for number, curve in enumerate(ends.seconds[1:], start=1):
         at = _common(ends, curve)
@@ -128,7 +128,8 @@ def _chart(ends: Ends, labels: Sequence[str], colors: Sequence[str]) -> Chart:
 
 
 def _sentence(ends: Ends, labels: Sequence[str]) -> str:
-    """A sentence with the difference at equal time and at equal updates of two runs; more runs have only the table."""
+    """A sentence with the difference of two runs at equal time and at equal updates; for more runs, one that introduces
+    the table."""
     if len(labels) > 2:
         return f"Each run against {labels[0]}, after the time that all have spent."
     time, updates = _gaps(ends, 1)

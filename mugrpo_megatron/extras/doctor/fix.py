@@ -42,8 +42,9 @@ FAKE = re.compile(r"^@torch\.library\.register_fake\(.*\)\n", re.MULTILINE)
 def fix(say: Say = print) -> None:
     """Install SGLang and torchvision beside a CPU's torch, and make torchvision importable.
 
-    Does nothing where both are installed and torchvision can be imported. Raises UserError where the packages cannot be
-    installed, and where they are missing although torch finds a GPU: there `mugrpo-megatron[cuda]` requires them.
+    Does nothing where both are installed and torchvision can be imported. Raises UserError for a megatron-core of no
+    tested stack, where the packages cannot be installed or imported, and where they are missing although torch finds a
+    GPU: there `mugrpo-megatron[cuda]` requires them.
     """
     megatron = _installed("megatron-core")
     stack = STACKS.get(megatron or "")
@@ -72,9 +73,9 @@ def fix(say: Say = print) -> None:
 def remove_fakes(path: Path, say: Say = print) -> None:
     """Remove the registrations of fakes from torchvision's file.
 
-    PyPI has only CUDA builds of torchvision. Beside a CPU's torch the library with their operators does not load, and
-    the import fails where it registers fakes of these operators. SGLang imports torchvision and calls no such operator.
-    Another version does not help: the newest, 0.29.2, fails in the same place.
+    PyPI has only CUDA builds of torchvision. Beside a CPU's torch, their library of operators does not load, and the
+    import of torchvision fails where it registers fakes of these operators. SGLang imports torchvision and calls none
+    of them. Another version does not help: the newest, 0.29.2, fails in the same place.
     """
     text = path.read_text(encoding="utf-8")
     less, count = FAKE.subn("", text)
@@ -99,7 +100,7 @@ def _folder(name: str) -> Path:
 
 
 def _imports(module: str) -> bool:
-    """Whether the import succeeds in a process of its own."""
+    """Whether `module` can be imported; tried in another process, since an import may crash."""
     return subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True).returncode == 0
 
 

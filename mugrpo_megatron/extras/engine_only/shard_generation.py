@@ -29,7 +29,7 @@ from mugrpo_megatron.stages.store import StageStore
 
 
 def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, problems: Problems) -> str:
-    """Sample and score what the stage lacks of the shard; once the stage is sealed, have auxiliary models score it.
+    """Sample and score the shard's groups that are not on disk; if the stage is sealed, have auxiliary models score it.
 
     Returns a sentence on what is done and what comes next. Groups go to disk as they are scored, and so does what
     auxiliary models compute of an update: a process that was killed continues where it was. Raises UserError when

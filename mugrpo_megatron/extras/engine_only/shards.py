@@ -133,7 +133,7 @@ def begin(recipe: Recipe, problems: Problems) -> NextStage:
             with open_directory(recipe) as directory:
                 record_data(directory.path, problems)
             break
-        except InUse:  # the lock is held by another shard's process
+        except InUse:  # another process holds the lock, such as one of another shard
             if read_record(recipe.run.dir) and (recipe.run.dir / "data.json").exists():
                 check_directory(recipe)
                 break

@@ -56,7 +56,8 @@ class Agent:
     def __init__(self, options: Mapping[str, Any], endpoint: Endpoint | None = None) -> None:
         """Load the program, and open the endpoint's socket. Raises UserError where it cannot be loaded."""
         self._options, self._args = options, options["args"]
-        # A program may hold as many connections as it may open files, and the others' connections must still find room.
+        # Each connection takes a descriptor of this process. One program may open OPEN_FILES of them, and those of the
+        # other programs must still find room.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         with suppress(OSError, ValueError):  # the system may allow less than the hard limit that it reports
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -93,7 +94,8 @@ class Agent:
         return launcher
 
     async def episode(self, problem: Problem, model: EpisodeModel) -> dict[str, Any]:
-        """Run the program on a problem; returns its result. Raises ProgramFailure if it fails."""
+        """Run the program on a problem; returns its result. Raises ProgramFailure if the program fails, and TypeError,
+        ValueError or OSError if its result cannot be read."""
         if self._server is None:
             plain: dict[str, Any] = {"http": "h11", "ws": "none", "lifespan": "off", "log_config": None}
             config = uvicorn.Config(self._endpoint, access_log=False, timeout_keep_alive=KEEP_ALIVE_S, **plain)
@@ -182,11 +184,12 @@ class Agent:
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        yield  # no signal handlers here: the process that started this server ends it
+        yield  # without uvicorn's signal handlers: the worker ends this server itself
 
 
 def _cut_result(output: Path, code: int) -> dict[str, Any]:
-    """The result of a program whose session was ended by a limit: a result that it has still written counts."""
+    """The result of a program whose session a limit has ended: what it has still written, or, if that is no result, one
+    without a reward."""
     nothing: dict[str, Any] = {"reward": None, "why": "", "parts": {}, "answer": None}
     try:
         return {**(nothing if code else _result(output)), "cut": True}
@@ -231,7 +234,7 @@ def _said(text: str, is_whole: bool) -> dict[str, Any]:
         if start < 0 and not is_first:
             break
         try:
-            # Only the outermost object parses: one inside it begins no line, or the outer one's end follows it.
+            # An object inside the outermost one does not parse here: the outermost one's end follows it in the text.
             said = parse_json(text[start + 1 :])
         except ValueError as error:
             refusal = refusal or str(error)
@@ -240,7 +243,10 @@ def _said(text: str, is_whole: bool) -> dict[str, Any]:
         if is_first:
             break
     if refusal:
-        raise ValueError(f"the program's output ends with what looks like a JSON object and cannot be read ({refusal})")
+        raise ValueError(
+            f"the program's output ends with what looks like a JSON object and cannot be read ({refusal}); write the "
+            "result as one JSON object in the last line"
+        )
     if not is_whole and "\n" not in text:
         raise ValueError(f"the last line of the program's output has more than {TAIL_BYTES:,} bytes; write a short one")
     return {}
@@ -248,12 +254,12 @@ def _said(text: str, is_whole: bool) -> dict[str, Any]:
 
 def _tail(path: Path) -> tuple[str, bool]:
     """The end of the program's output or errors as text, and whether it is all; OSError if it is no regular file."""
-    # The program may have put a pipe, a link or a directory there.
+    # The program may have put something else there: O_NOFOLLOW refuses a link, O_NONBLOCK does not wait for a pipe.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"the program's {path.name} is no regular file any more")
+            raise OSError(f"the program has put something else in the place of its file `{path.name}`; it has to stay")
         content = os.pread(descriptor, TAIL_BYTES, max(0, status.st_size - TAIL_BYTES))
         return content.decode("utf-8", "replace").strip(), status.st_size <= TAIL_BYTES
     finally:

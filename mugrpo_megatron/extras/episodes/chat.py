@@ -48,11 +48,11 @@ CUT_TOKENS = 64
 REFUSAL_CHARS = 300
 """Most characters of a chat template's own error that a program reads."""
 SHOWN_CHARS = 100
-"""Most characters of a request's name that an error shows."""
+"""Most characters of an argument's name that an error shows."""
 RESERVED = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
 """Names of arguments of `apply_chat_template` that are not arguments of the template itself."""
 LONGEST = 1 << 20
-"""Most tokens of a chat where no context is given: more than those of any model that the engine serves."""
+"""Tokens of the longest context, where it is not given: more than any model has that the engine serves."""
 
 
 class TooLong(ValueError):
@@ -69,19 +69,20 @@ class Chat:
         parser: str | None = None,
         longest: int = LONGEST,
     ) -> None:
-        """`longest`: most tokens of a prompt with its response."""
+        """`parser` names SGLang's parser of tool calls; None chooses it by the template. `longest` is the number of
+        tokens of the longest context, a prompt with its response."""
         self._tokenizer, self._template, self._longest, self._parser = tokenizer, template, longest, parser
         self._closing = str(tokenizer.eos_token)
 
     def rendered(self, messages: Sequence[Message], tools: Sequence[Any], arguments: Mapping[str, Any]) -> str:
-        """A chat as text, up to where the model answers; `arguments` are the row's own for the template.
+        """A chat as text, up to where the model answers; `arguments` are further arguments of the template.
 
         Raises ValueError if the template refuses the chat.
         """
         return self._render(messages, tools, arguments, is_prompt=True)
 
     def prompt(self, rendered: str) -> list[int]:
-        """Token ids of a rendered chat. Raises TooLong."""
+        """Token ids of a rendered chat. Raises TooLong for more tokens than the longest context has."""
         return self._encode_if_short(rendered)
 
     def continuation(
@@ -202,6 +203,7 @@ class Chat:
     def _encode(self, text: str) -> list[int]:
         if (size := utf8_bytes(text)) > MOST_RENDERED:
             raise ValueError(
-                f"the chat template renders the request to {size:,} bytes, and at most {MOST_RENDERED:,} are allowed"
+                f"the chat template renders the request to {size:,} bytes, and at most {MOST_RENDERED:,} are allowed; "
+                "shorten its messages"
             )
         return encode_quoting(as_text(text), self._tokenizer)

@@ -84,7 +84,7 @@ def _slime_form(function: Callable[..., Any], name: str, options: Mapping[str, A
         if not isinstance(returned, SlimeSample):
             raise TypeError(f"{name} returned a {type(returned).__name__}: return the one Sample that it got")
         if returned.status in (SlimeSample.Status.ABORTED, SlimeSample.Status.FAILED):
-            raise RuntimeError(f"{name} returned a sample of status {returned.status.value}")
+            raise RuntimeError(f"{name} returned a sample of status {returned.status.value}, which is a failed episode")
         sampled = {
             "tokens": list(map(int, returned.tokens)),
             "loss_mask": None if returned.loss_mask is None else list(map(int, returned.loss_mask)),
@@ -184,7 +184,7 @@ async def post(url: str, payload: Mapping[str, Any], **_: Any) -> dict[str, Any]
     engine and returns the answer in SGLang's form. Raises ValueError for another address and for other sampling
     settings than the recipe's."""
     if not url.endswith("/generate"):
-        raise ValueError(f"{url}: only /generate is answered here")
+        raise ValueError(f"{url}: only addresses that end with /generate are answered here")
     model = current.get()
     settings = payload.get("sampling_params") or {}
     for name in ("temperature", "top_p", "top_k", "min_p"):

@@ -91,7 +91,7 @@ Ask = Callable[..., Awaitable[dict[str, Any]]]
 
 @dataclass(slots=True)
 class Session:
-    """A program's access to the model."""
+    """A program's access to the model during one episode."""
 
     ask: Ask
     sampling: Mapping[str, tuple[float, ...]]
@@ -307,7 +307,7 @@ def request_of(body: Any, session: Session) -> dict[str, Any]:
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     most = body.get(limit)
     if most is not None and (not isinstance(most, int) or isinstance(most, bool)):
-        raise Refused(f"{limit} = {_short(most)} is no number of tokens", param=limit)
+        raise Refused(f"{limit} = {_short(most)} is not a whole number of tokens", param=limit)
     arguments = body.get("chat_template_kwargs", {})
     if not isinstance(arguments, dict):
         raise Refused("chat_template_kwargs is not an object", param="chat_template_kwargs")
@@ -357,7 +357,10 @@ def _stops(stop: Any) -> list[str]:
         or len(stops) > STOPS
         or not all(isinstance(text, str) and 0 < len(text) <= STOP_CHARS for text in stops)
     ):
-        raise Refused(f"stop is no list of at most {STOPS} texts of 1 to {STOP_CHARS:,} characters", param="stop")
+        raise Refused(
+            f"stop is neither a text nor a list of at most {STOPS} texts, each of 1 to {STOP_CHARS:,} characters",
+            param="stop",
+        )
     return stops
 
 
@@ -367,7 +370,10 @@ def _is_function(tool: Mapping[str, Any]) -> bool:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The messages as chat templates read them: contents are texts, arguments objects, and results name their tool."""
+    """The request's messages in the form that chat templates read.
+
+    Each content is a text, the arguments of a tool call are an object, and the result of a call names its tool.
+    """
     given, names = body.get("messages"), dict[Any, str]()
     if not isinstance(given, list) or not given:
         raise Refused("messages is not a list of messages", param="messages")

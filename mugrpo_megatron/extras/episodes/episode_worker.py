@@ -37,7 +37,7 @@ THREADS = 1024
 """Most plain (not `async`) functions that run at the same time."""
 STACK_BYTES = 1 << 20
 MOST_SENT = 16 << 20
-"""Most bytes of the texts of one request to the parent, which itself ends an episode for far fewer."""
+"""Most bytes of the texts of one request; a larger one is not even sent to the parent, whose own limit is lower."""
 ENDED = "the episode has ended"
 
 

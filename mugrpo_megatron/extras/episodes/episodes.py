@@ -1,8 +1,8 @@
 """Plays episodes: one loop of the engine leader serves the engine and the processes that run the user's function.
 
-The loop begins further episodes from the prompt queue as long as the engine has room. Episodes that wait for tools are
-not counted there, so slow tools do not leave the engine idle. The leader keeps the record of the tokens, renders the
-chat template and applies the limits; the processes only run the user's code, which is not trusted with them.
+The loop begins further episodes from the prompt queue as long as the engine has room. An episode that waits for a tool
+takes no room, so slow tools do not leave the engine idle. The leader keeps the record of the tokens, renders the chat
+template and applies the limits, since the user's code is not trusted with these. The processes only run that code.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mugrpo_megatron.samples import Episode as Outcome
 from mugrpo_megatron.samples import Response
 
 FIRST = 16
-"""Until as many episodes have finished, `max_failure_share` is a share of this number."""
+"""Until this many episodes have finished, `episodes.max_failure_share` is a share of this number."""
 IN_FLIGHT = 16
 """Episodes in flight for each request that the engine runs at a time; most of them wait for tools."""
 LOST = "lost"
@@ -230,7 +230,7 @@ class Episodes:
             except TooLong:
                 if not episode.trajectories:
                     most = self._recipe.data.max_prompt_tokens
-                    raise ValueError(f"its prompt is longer than data.max_prompt_tokens = {most}") from None
+                    raise ValueError(f"its prompt is longer than data.max_prompt_tokens = {most}; raise it") from None
         if room < 1:
             self._end(process, episode, message)
             return
@@ -351,7 +351,7 @@ class Episodes:
     # ------------------------------------------------------------ how episodes end
 
     def _finish(self, episode: Attempt, result: Mapping[str, Any]) -> None:
-        """Store the responses of an episode that has ended; `result` is its process's message.
+        """Store the responses of an episode that has ended; `result` is its process's message, or CUT.
 
         Raises Broken if the function returned tokens that do not begin with the recorded ones.
         """
@@ -388,7 +388,7 @@ class Episodes:
         self._finished += 1
 
     def _fail(self, episode: Attempt, why: str) -> None:
-        """Begin a failed episode again, or drop it after RETRIES; one that a limit has ended is scored as it is.
+        """Begin a failed episode again, or drop it after RETRIES; if a limit has ended it, store the turns that it has.
 
         Raises UserError if too large a share of the episodes was dropped.
         """
@@ -439,7 +439,7 @@ class Episodes:
     def _stop(self, process: EpisodeProcess, episode: Attempt | None, why: str) -> None:
         """End an episode that took too long, or, if `episode` is None, its whole process.
 
-        The episodes of an ended process are begun again. If it had a single one, this one is the cause and fails.
+        The episodes of an ended process are begun again. If it ran a single episode, that one is the cause and fails.
         """
         if episode is not None:
             self._pool.cancel(process, episode)
@@ -448,7 +448,7 @@ class Episodes:
         if process not in self._pool.processes:
             return
         if not process.ready:
-            raise UserError(f"a process of {self._key} did not start in time: {why}")
+            raise UserError(f"a process of {self._key} {self._name!r} did not start: {why}")
         episodes = self._pool.discard(process)
         for attempt in episodes:
             innocent = self._drop_requests(attempt)

@@ -1,4 +1,4 @@
-"""Starts the programs of `rollout.agent`: a small process that is forked for each, so a function is imported once.
+"""Starts the programs of `rollout.agent`: a small process that forks for each, so that a function is imported once.
 
 A worker of episodes sends it a message and a socket for every session. The process forked for the session waits until
 its program ends or the worker closes the socket. Then it kills all that the program has started, and answers with the
@@ -173,7 +173,7 @@ def _become(
 
 
 def _open_files(directory: Path) -> None:
-    """Make the session's files standard input, output and errors; what fails after this can be read there."""
+    """Make the session's files this process's standard input, output and errors; later errors are written there."""
     write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for target, (name, flags) in enumerate(((ROW, os.O_RDONLY), (OUTPUT, write), (ERRORS, write))):
         opened = os.open(directory / name, flags, 0o600)

@@ -22,6 +22,7 @@ from mugrpo_megatron.rewards.calls import WorkerProcess, start_guarded
 from mugrpo_megatron.samples import Prompt, Response
 
 START_TIMEOUT_S = 600.0
+"""Seconds that a process has to load the user's function or program."""
 SILENT_S = 60.0
 """Seconds without a message after which a process is killed, because something blocks its event loop. On a busy machine
 an event loop that is not blocked may be silent for some seconds too."""
@@ -35,7 +36,7 @@ ENDING_S = 1.0
 class Group:
     prompt: Prompt
     responses: list[list[Response]]
-    """Responses of each episode, empty while the episode runs; the verifier's score of the first is that of all."""
+    """For each episode its responses, empty while it runs. The verifier scores the first, and all get this score."""
     failed: int = 0
     """Number of episodes that failed and are not begun again."""
 
@@ -193,8 +194,8 @@ class Pool:
             except (EOFError, OSError):
                 if not process.ready:
                     raise UserError(
-                        f"a process of {self._options['key']} died while it started ({process.worker.exit_status()}): "
-                        "does its module exit, or need more memory than episodes.memory_mb?"
+                        f"a process of {self._options['key']} died while it started ({process.worker.exit_status()}); "
+                        "import its module by itself to see whether it exits, or raise episodes.memory_mb"
                     ) from None
                 yield process, {"died": f"its process died ({process.worker.exit_status()})"}
             except (ValueError, RecursionError) as error:
@@ -208,11 +209,9 @@ class Pool:
         for process in list(self.processes):
             silent = self._silent_s if process.ready else START_TIMEOUT_S
             if now - process.last_message > silent and (process.episodes or not process.ready):
-                yield (
-                    process,
-                    None,
-                    f"it blocked its process for {silent:g} s: await, or make its tools plain functions",
-                )
+                blocked = f"it blocked its process for {silent:g} s: await, or make its tools plain functions"
+                unloaded = f"it took more than {silent:g} s to load; import its module by itself to see why"
+                yield process, None, blocked if process.ready else unloaded
                 continue
             for episode in list(process.episodes.values()):
                 if now - episode.start > self._section.seconds:
@@ -235,8 +234,8 @@ class Pool:
 
 
 def worker_options(recipe: Recipe, directory: str) -> dict[str, Any]:
-    """Options of a worker: the function or program of the recipe and its limits; files of its programs are in
-    `directory`."""
+    """Options of a worker: the recipe's function or program, slime's `args`, the names of secrets that programs get,
+    and the directory of the programs' files."""
     agent = recipe.rollout.agent
     return {
         "key": "rollout.agent" if agent else "rollout.function",

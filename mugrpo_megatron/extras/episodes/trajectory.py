@@ -105,8 +105,8 @@ class Trajectory:
     def response(self, episode: Episode, others: bool) -> Response:
         """The response as the stage stores it. `episode` is the outcome of the whole episode.
 
-        With `others` this is not the episode's last response: it keeps its own mask, and takes over the last one's
-        score.
+        `others` says that this is one of the episode's other responses, not the last: it keeps its own mask, and takes
+        over the last one's score.
         """
         mask = np.array(self.mask, dtype=bool) if others else episode.mask
         prompt = np.array(self.prompt, dtype=np.int32)

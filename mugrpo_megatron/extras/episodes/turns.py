@@ -94,8 +94,8 @@ class EpisodeModel:
     async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> dict[str, Any]:
         """Sample the assistant's next message, with `tool_calls` if the model calls tools.
 
-        `messages` begin with the last request's and its answer. `tools` are functions with docstrings, or JSON
-        schemas.
+        After the first turn, `messages` begin with those of the last request and the answer to it. `tools` are
+        functions with docstrings, or JSON schemas.
         """
         schemas = [tool if isinstance(tool, dict) else schema_of(tool) for tool in tools]
         answer = await self.ask("chat", messages=[dict(message) for message in messages], tools=schemas)
@@ -111,8 +111,10 @@ class EpisodeModel:
         return str(await self.ask("decode", ids=list(map(int, ids))))
 
     async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Run a tool, a plain function in a thread, so that it delays no other episode; raises the tool's own
-        exception."""
+        """Run a tool and count the call; a plain function runs in a thread, so that it delays no other episode.
+
+        Raises the tool's own exception.
+        """
         self.calls += 1
         try:
             return await self.apart(tool, **arguments)
@@ -121,8 +123,10 @@ class EpisodeModel:
             raise
 
     async def apart(self, function: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Run a function that the model did not call, such as a check, as `call` runs tools. StopIteration, SystemExit
-        and the like become a RuntimeError."""
+        """Run a function that the model did not call, such as a check: in a thread as `call` does, but uncounted.
+
+        StopIteration, SystemExit, KeyboardInterrupt and CancelledError of the function become a RuntimeError.
+        """
 
         def run() -> Any:
             try:
@@ -146,8 +150,8 @@ class EpisodeModel:
             raise RuntimeError(exception_text(error)) from error
 
     async def answer(self, message: Mapping[str, Any], tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-        """Run the tools that the assistant's message calls; returns a message for each, also for one that fails, as TRL
-        does."""
+        """Run the tools that the assistant's message calls; returns one message for each call, also for a call that
+        fails, as TRL does."""
         by_name = {tool.__name__: tool for tool in tools}
         calls = [call["function"] for call in message.get("tool_calls") or ()]
         return [
@@ -175,7 +179,7 @@ class EpisodeModel:
 
 
 current: ContextVar[EpisodeModel] = ContextVar("current")
-"""The model of the episode that runs here."""
+"""The model of the episode that the current task runs."""
 
 
 def text_of(result: Any) -> str:
@@ -190,7 +194,7 @@ def text_of(result: Any) -> str:
 
 def _short_enough(text: str) -> str:
     if not isinstance(text, str):
-        raise TypeError(f"a value of type {type(text).__name__} instead of a text")
+        raise TypeError(f"expected a text, got a value of type {type(text).__name__}")
     if (size := utf8_bytes(text)) > MOST_BYTES:
         raise ValueError(f"a text of {size:,} bytes; the model gets at most {MOST_BYTES:,}, so shorten it")
     return text

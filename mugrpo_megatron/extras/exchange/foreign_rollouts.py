@@ -68,11 +68,11 @@ def read_rollouts(
     Rows with the same `group` are a group; without that column, rows with the same prompt and `step`. Text prompts are
     taken as the model saw them, messages go through the chat template. A response that is text is tokenized, and ends
     with the end-of-sequence token unless its `finish_reason` is `length`. Raises UserError, which names the file and
-    the line, for a row that cannot be taken and for a group of another size than the first.
+    the line, for a row that cannot be taken, and for groups whose sizes, prompts or columns do not agree.
 
     Args:
         limits: most tokens of a prompt and of a response.
-        vocab_size: of the model, which may have more ids than the tokenizer and sample them; None: the tokenizer's.
+        vocab_size: the number of token ids that the model can sample; None: as many as the tokenizer has.
     """
     vocab_size = vocab_size or len(tokenizer)
     groups: dict[str, list[ForeignRollout]] = {}
@@ -101,7 +101,7 @@ def read_rollouts(
 
 def _check_even(path: Path, groups: list[list[ForeignRollout]]) -> None:
     if not groups:
-        raise UserError(f"{path}: holds no rows")
+        raise UserError(f"{path}: holds no rows; name a file with one response a row")
     sizes = sorted({len(group) for group in groups})
     if len(sizes) > 1:
         odd = next(group for group in groups if len(group) != len(groups[0]))
@@ -120,8 +120,8 @@ def _check_even(path: Path, groups: list[list[ForeignRollout]]) -> None:
             have = {getattr(rollout, name) is not None for rollout in (group[0], groups[0][0], *group)}
             if len(have) > 1:
                 raise UserError(
-                    f"{path}: only some rows have {name} ({group[0].location} is among the first that differ); "
-                    "give it to all rows or to none"
+                    f"{path}: the rows of the group that begins at {group[0].location} and the file's first row do not "
+                    f"all have {name}; give it to all rows or to none"
                 )
 
 
@@ -168,7 +168,7 @@ def _parse_row(
         if values is None:
             continue
         if given_ids is None:
-            raise ValueError(f"{name} are per token, so the row needs its response_ids too")
+            raise ValueError(f"{name} has a value for each token, so the row needs its response_ids too")
         if not isinstance(values, list) or len(values) != len(response):
             raise ValueError(f"{name} need one value for each of the {len(response)} response_ids")
     return ForeignRollout(
@@ -205,14 +205,14 @@ def _mask(values: list[Any]) -> np.ndarray:
 
 
 def _check_characters(what: str, text: str, tokens: int, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ValueError for a text of more characters than `tokens` of the tokenizer's longest token have.
+    """Raise ValueError for a text that has more than `tokens` tokens even if each is the tokenizer's longest.
 
-    Such a text is refused before it is tokenized.
+    Called before the text is tokenized, which takes long for such a text.
     """
     if len(text) > _longest_token(tokenizer) * tokens:
         raise ValueError(
             f"the {what} has {len(text):,} characters, which are more than {tokens:,} tokens; leave the row out, or "
-            "raise the recipe's limit"
+            f"raise {'data.max_prompt_tokens' if what == 'prompt' else 'rollout.max_response_tokens'}"
         )
 
 
@@ -253,7 +253,7 @@ def _prompt(
 
 
 def _chat_of(row: Mapping[str, Any], location: str) -> Problem | None:
-    """The row's prompt as a chat, with its arguments for the template; None for a prompt that is no list."""
+    """The row's prompt as a chat, with the row's arguments for the chat template; None if the prompt is not a list."""
     content = row.get("prompt")
     if not isinstance(content, list):
         return None
@@ -261,7 +261,7 @@ def _chat_of(row: Mapping[str, Any], location: str) -> Problem | None:
 
 
 def prompt_chats(groups: Sequence[Sequence[ForeignRollout]]) -> list[Problem]:
-    """The prompts that went through the chat template, one for each group."""
+    """The prompt of each group whose prompt went through the chat template."""
     chats = (_chat_of(group[0].row, group[0].location) for group in groups if group[0].row.get("prompt_ids") is None)
     return [replace(chat, source="prompts") for chat in chats if chat]
 

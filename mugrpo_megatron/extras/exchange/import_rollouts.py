@@ -65,10 +65,10 @@ def import_rollouts(
 ) -> None:
     """Write the rollouts of `file` to the directory `to`, as `mugrpo publish` writes a run's stage 0.
 
-    The directory is complete or absent. Rewards are read from the column that the argument `reward` names, or else from
-    a column called `reward`. Without such a column the recipe's verifier scores the responses against the rows' golds,
-    and applies the length penalty, as in training. Raises UserError for rows that cannot be taken, and when their
-    number does not fit the recipe.
+    After an error or a crash there is no directory `to`. Rewards are read from the column that the argument `reward`
+    names, or else from a column called `reward`. Without such a column the recipe's verifier scores the responses
+    against the rows' golds, and applies the length penalty, as in training. Raises UserError for rows that cannot be
+    taken, and when their number does not fit the recipe.
     """
     check_output(to, f"--to {to}", kind="directory", inputs=[file])
     recipe = with_model(recipe, say)
@@ -177,8 +177,9 @@ def _scores(
 ) -> list[list[Score]]:
     """The score of each response: from `column`, or else from a column `reward`, or else from the verifier.
 
-    Null and NaN, which TRL writes where no function applies, are `missing`; a column `reward` with only null counts as
-    absent. `limit` is the most tokens of a response, for the verifier's length penalty.
+    A response whose reward is null, NaN or empty, as TRL writes where no function applies, gets a score with `missing`.
+    A column `reward` with only null counts as absent. `limit` is the most tokens of a response, for the length penalty
+    on the verifier's scores.
     """
     has_rewards = any(rollout.row.get("reward") is not None for group in groups for rollout in group)
     column = column or ("reward" if has_rewards else None)
@@ -233,7 +234,8 @@ def _given(rollout: ForeignRollout, column: str) -> Score:
         return Score(0.0, "", f"none given in {column}", 0.0, missing=True)
     if not isinstance(value, bool | int | float) or not fits_float32(value):
         raise UserError(
-            f"{rollout.location}: {column} holds no finite number that fits float32; name another column with --reward"
+            f"{rollout.location}: {column} holds no finite number that fits float32; correct it, leave the row out, or "
+            "name another column with --reward"
         )
     return Score(float(value), "", f"given in {column}", 0.0, components={column: float(value)})
 

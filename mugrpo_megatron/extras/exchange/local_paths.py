@@ -25,7 +25,7 @@ def hub_name(model: Path) -> tuple[str, str]:
 
 
 def without_local_paths(recipe: Recipe) -> tuple[Recipe, list[str]]:
-    """The recipe without this machine's directories, and the keys (`section.key`) whose values were changed for that.
+    """The recipe without this machine's directories, and the keys (`section.key`) whose values were cut.
 
     A path is cut to its last component, also in a list of sources; a name on the hub stays. Settings that do not
     concern the stage get their defaults.

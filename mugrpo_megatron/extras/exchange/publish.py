@@ -68,10 +68,10 @@ def publish(
     check_stage(source)
     store = StageStore(source)
     if not store.sealed:
-        raise UserError(f"{run_dir} has no sealed stage {stage} (stages count from 0)")
+        raise UserError(f"{run_dir} has no sealed stage {stage}; give --stage a complete stage (they count from 0)")
     origin = read_manifest(source).origin
     if origin is None or origin.stage != stage:
-        raise UserError(f"{source} holds another stage than its name says; put the right stage there")
+        raise UserError(f"{source}: its manifest does not say that it is stage {stage}; put the run's stage there")
     start = run.checkpoints / checkpoint_name(Cursor(stage))
     if weights and stage and not start.exists():
         raise UserError(f"{start} is missing, and with it the weights at the start of stage {stage}; omit --weights")
@@ -119,7 +119,8 @@ def say_leftovers(to: Path, say: Callable[[str], None]) -> None:
 
 
 def _of_stage(directory: Path) -> list[str]:
-    """Names of a sealed stage's files: its manifest, the files listed there, and the engine's routes."""
+    """Names of a sealed stage's files: its manifest, its responses, and the experts that the engine chose, if it has
+    them."""
     routes = route_column(directory, "rollout", {})
     beside = [path.name for path in (routes.path, routes.index) if os.path.lexists(path)]
     return [manifest_name(0), StageStore(directory).file, *beside]
@@ -138,11 +139,11 @@ def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError as error:
             raise UserError(
-                f"{path} cannot be published ({error.strerror}); only regular files are, no links"
+                f"{path} cannot be published ({error.strerror}); it has to be a readable regular file, not a link"
             ) from None
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise UserError(f"{path} cannot be published: it is not a regular file")
+                raise UserError(f"{path} cannot be published: it is not a regular file; put the file itself there")
             with open(target / name, "xb") as copy:
                 shutil.copyfileobj(file, copy)
 
@@ -240,7 +241,8 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def upload(directory: Path, name: str, public: bool, say: Callable[[str], None] = print) -> None:
     """Upload a published stage to the Hugging Face hub as the data set `name`, private unless `public`.
 
-    An existing data set of that name has to be a published stage. Raises UserError for what the hub refuses.
+    A data set of that name is replaced if it is a published stage. Raises UserError if it is not, and when the upload
+    fails.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -256,6 +258,7 @@ def upload(directory: Path, name: str, public: bool, say: Callable[[str], None] 
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--hub {name}: the hub refused it ({reason}); the data set is complete in {directory}, see `hf auth login`"
+            f"--hub {name}: the upload failed ({reason}); the data set is complete in {directory}; log in with "
+            "`hf auth login` and run the command again with --overwrite"
         ) from None
     say(f"https://huggingface.co/datasets/{name}")

@@ -27,9 +27,9 @@ LISTS = ("prompt_token_ids", "completion_token_ids", "per_token_logps", "loss_ma
 
 
 def trainable_traces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The trainable traces of a row that is an episode of verifiers, a row each; any other row alone, unchanged.
+    """Returns a row for each trainable trace of `row` if it is an episode of verifiers, else a list of `row` alone.
 
-    Raises ValueError for traces that are no list of objects, and for an episode that trains nothing.
+    Raises ValueError if the episode's traces are not a list of objects, or none of them is trainable.
     """
     if not {"traces", "task", "env"} <= row.keys():
         return [dict(row)]
@@ -43,16 +43,15 @@ def trainable_traces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
         if not isinstance(agent, Mapping) or agent.get("trainable", True)
     ]
     if not trained:
-        raise ValueError("the episode has no trace to train on")
+        raise ValueError("no trace of the episode is of a trainable agent; leave the episode out")
     return trained
 
 
 def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its trace replaced by `prompt_ids`, `response_ids`, `logprobs` and `loss_mask`.
 
-    A row without a trace is returned unchanged.
-
-    Raises ValueError for a malformed trace.
+    A row without a trace is returned unchanged. Raises ValueError for a malformed trace, and for one of another version
+    or with several branches.
     """
     trace = row.get("trace", row)
     if isinstance(trace, Mapping) and {"version", "nodes", "task"} <= trace.keys():
@@ -79,8 +78,8 @@ def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
             position = next((position for position, (ours, theirs) in pairs if ours != theirs), len(ids))
             token = short_repr(ids[position]) if position < len(ids) else "missing"
             raise ValueError(
-                f"trained turn {number} of the trace does not continue the one before: its token {position} is "
-                f"{token}, and was {short_repr(context[position])}"
+                f"trained turn {number} of the trace (from 0) does not continue the trained turn before: its token "
+                f"{position} is {token}, and was {short_repr(context[position])}; leave the trace out"
             )
         between = ids[len(context) :]
         response += [*between, *completion]
@@ -143,7 +142,7 @@ def _reward(rewards: Any) -> dict[str, float]:
     try:
         return {"reward": sum(float(term["score"]) * float(term["weight"]) for term in terms.values())} if terms else {}
     except OverflowError:
-        raise ValueError("the rewards of the trace are too large for a number") from None
+        raise ValueError("the rewards of the trace have a sum that no float can hold; leave it out") from None
 
 
 def _turn(index: int, turn: Any) -> dict[str, list[Any]]:

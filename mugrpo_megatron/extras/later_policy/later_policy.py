@@ -84,7 +84,7 @@ class LaterPolicy:
     def assess(self, samples: Sequence[Sample], behaviour: Sequence[np.ndarray], advantages: np.ndarray) -> list[Stale]:
         """Returns ratios, triggers and dropped tokens of each response, computed as training computes them.
 
-        `behaviour` has, for each sample, the logprobs, float32 [R], that ratios are taken against; `advantages` is
+        `behaviour` has for each of the N samples the logprobs, float32 [R], that ratios divide by; `advantages` is
         float [N]. Tokens outside a loss mask take no part, and a softmax runs over the tokens that could be sampled.
         Raises UserError when the policy's vocabulary lacks a token of the responses.
         """
@@ -141,7 +141,8 @@ def _stale(sample: Sample, log_ratio: np.ndarray, trigger: np.ndarray, dropped: 
 
 
 def _load(checkpoint: Path) -> Any:
-    """Returns the checkpoint's model. No file of the checkpoint is run as code; UserError if it is damaged."""
+    """Returns the checkpoint's model. No file of the checkpoint is run as code. UserError if it is damaged, or of a
+    family that is not supported."""
     shape = architecture(read_config(checkpoint, remedy="name one with --policy"), str(checkpoint / CONFIG))
     check_weights(checkpoint, "--policy")
     disable_progress_bar()

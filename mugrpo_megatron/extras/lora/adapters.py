@@ -82,8 +82,8 @@ class LoraAdapters:
                 factor.zero_()
 
     def files(self, chunks: Sequence[PolicyModel]) -> dict[str, Any]:
-        """On rank 0, name -> content of PEFT's two files, in a folder beside the merged weights; elsewhere empty.
-        Collective."""
+        """On rank 0, the content of each of PEFT's two files, by its path below the merged weights' folder; empty on
+        other ranks. Collective."""
         tensors = gather(chunks)
         section, model = self._recipe.lora, self._recipe.model
         if dist.get_rank() != 0:
@@ -93,7 +93,8 @@ class LoraAdapters:
         return {f"{DIRECTORY}/{name}": content for name, content in files.items()}
 
     def _drawn(self, leaf: Leaf, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Draw a layer's A from `run.seed` and the layer's name, so that it is the same in every layout."""
+        """A layer's A [rank, inputs], drawn from `run.seed` and the layer's name so that every layout has the same, and
+        its B [outputs, rank], which is 0."""
         words = [self._recipe.run.seed, leaf.name, *([expert] if leaf.experts else [])]
         digest = hashlib.sha256(" ".join(map(str, words)).encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))

@@ -73,13 +73,13 @@ def _merged(
             weight = merged(weight, a, b, scale).to(weight.dtype)
             if not weight.isfinite().all():
                 raise UserError(
-                    f"{spec.name}: with the adapter a value does not fit {weight.dtype}; is the adapter damaged?"
+                    f"{spec.name}: with the adapter a value does not fit {weight.dtype}; copy the adapter again"
                 )
         yield weight
 
 
 def _adapted(architecture: Architecture, kinds: Sequence[str]) -> Iterator[tuple[Entry, Leaf]]:
-    """Yield every layer with an adapter, and the table's entry of its weight; for experts, the first expert's entry."""
+    """Yield (the table's entry of a weight, a layer in it that has an adapter); for experts, the first one's entry."""
     rows = adapted_rows(architecture)
     for entry in entries(architecture).values():
         if entry.row in rows and entry.expert == 0:

@@ -12,7 +12,7 @@ from mugrpo_megatron.weights.architecture import Architecture
 def check_lora(recipe: Recipe, architecture: Architecture) -> str:
     """Check targets, rank, layout and `lora.start`, and return a line for the user about the adapters.
 
-    Raises UserError for what cannot work.
+    Raises UserError for a setting that does not fit the model, and for an adapter that does not fit the settings.
     """
     section, rank = recipe.lora, recipe.lora.rank or 0
     kinds = target_kinds(architecture, section.targets)

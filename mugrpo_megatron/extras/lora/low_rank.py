@@ -29,7 +29,8 @@ from mugrpo_megatron.weights.table import Entry, split_to_hf
 
 def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """W + scale B A for W [m, n], A [r, n] and B [m, r]: in float32 on a CPU; on CUDA rounded once to W's dtype."""
-    # Tensor cores add in float32 and round at the end, so 8 bytes a parameter are needed instead of 28.
+    # Tensor cores add in float32 and round at the end, so no copies in float32 are needed, and a merge takes 8 bytes of
+    # memory for each parameter instead of 28.
     if weight.is_cuda:
         return torch.addmm(weight, b, a, alpha=scale)
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
@@ -98,12 +99,13 @@ class LowRank(torch.nn.Module):
         return (a, gathered.flatten(0, -2)) if self.by_rows else (gathered, b.flatten(0, -2))
 
     def _axis(self, factor: torch.Tensor) -> int:
-        """The dimension along which tensor parallelism divides `factor`: A or B, whichever of the two it divides."""
+        """The dimension along which tensor parallelism divides `factor`, B of a column-parallel layer or A of a
+        row-parallel one."""
         return factor.dim() - 2 if self.by_rows else 1
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output y [t, 1, m] unchanged; in backward the factors get their gradients from it and from
-        the input x [t, 1, n]."""
+        """Return the layer's output y [t, 1, m] unchanged; in backward the factors get their gradients from that of y
+        and from the input x [t, 1, n]."""
         u = self._down(x.detach())  # detached: x gets its gradient through the merged matrix
         b = [factor.flatten(0, -2) for factor in self.b.values()]
         if self.entry.of_expert and not self.by_rows:
@@ -117,7 +119,7 @@ class LowRank(torch.nn.Module):
             return x @ (self._summed(a) if self.by_rows else a).T
         u = x @ a.T
         if not self.sequence:
-            return u  # a single rank has the whole sum
+            return u  # without sequence parallelism there is no tensor parallelism: this rank has the whole sum
         if self.by_rows:
             return regions.gather_from_sequence_parallel_region(u, tensor_parallel_output_grad=True, group=self.group)
         return regions.reduce_scatter_to_sequence_parallel_region(u, group=self.group)
@@ -127,7 +129,7 @@ class LowRank(torch.nn.Module):
         return tensor_parallel.copy_to_tensor_model_parallel_region(factor, group=self.group)
 
     def parts(self, y: torch.Tensor) -> list[torch.Tensor]:
-        """Split this rank's outputs [..., m] into each layer's [..., rows]."""
+        """Split this rank's outputs [..., m] into those of each Hugging Face layer, [..., its rows]."""
         if self.entry.row.form == "qkv":
             groups = self.rows[1] // self.architecture.transformer["kv_channels"]  # key/value heads on this rank
             by_group = y.unflatten(-1, (groups, -1)).split([rows // groups for rows in self.rows], dim=-1)

@@ -73,7 +73,7 @@ class AdapterFile:
 
 
 def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.start") -> AdapterFile:
-    """Read the headers of the adapter in `directory` and check that it fits the model; `key` names it in errors.
+    """Read the headers of the adapter in `directory` and check that it fits the model; errors name the setting `key`.
 
     Raises UserError if it is no LoRA adapter, or not a plain one (`PLAIN`), and if it does not fit: it has a layer that
     the model lacks, A without B, an adapted layer that is missing somewhere in the model, or another shape.
@@ -101,7 +101,9 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     shapes, base = _header(directory / WEIGHTS)
     parameters = config.get("target_parameters") or []
     if not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
-        raise UserError(f"{where}: target_parameters = {short_repr(parameters)} is not a list of names")
+        raise UserError(
+            f"{where}: target_parameters = {short_repr(parameters)} is not a list of names; copy {CONFIG} again"
+        )
     modules = {name.partition(".lora_")[0] for name in shapes if not OF_EXPERTS.search(name)}
     kinds = {name.rpartition(".")[2] for name in (*modules, *parameters)}
     chosen = target_kinds(architecture, sorted(kinds), where)
@@ -113,7 +115,10 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
         raise UserError(f"{where} {wrong} {name}; name an adapter of this model")
     for name, shape in expected.items():
         if shapes[name] != shape:
-            raise UserError(f"{where}: {name} has shape {list(shapes[name])}, the model needs {list(shape)}")
+            raise UserError(
+                f"{where}: {name} has shape {list(shapes[name])}, and the model needs {list(shape)}; name an adapter "
+                "of this model"
+            )
     return AdapterFile(directory, rank, float(alpha), chosen, base)
 
 
@@ -160,7 +165,9 @@ def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             for name, header in slices.items():
                 if header.get_dtype() not in TYPES:
-                    raise UserError(f"{path}: {name} has type {header.get_dtype()}; adapters are {', '.join(TYPES)}")
+                    raise UserError(
+                        f"{path}: {name} has type {header.get_dtype()}; save the adapter as {' or '.join(TYPES)}"
+                    )
             shapes = {name: tuple(header.get_shape()) for name, header in slices.items()}
             return shapes, (file.metadata() or {}).get("base", "")
     except (OSError, SafetensorError):

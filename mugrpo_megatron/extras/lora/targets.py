@@ -158,7 +158,7 @@ def leaves_of(row: Row, layer: int, architecture: Architecture, kinds: Sequence[
 def adapter_parameters(
     architecture: Architecture, rank: int, targets: Targets, layers: range, tensor: int = 1, expert: int = 1
 ) -> tuple[int, int]:
-    """The number of parameters in the adapters of `layers` on one rank: (of dense layers, of routed experts).
+    """The number of parameters in the adapters of `layers` on one rank: (outside of routed experts, in routed experts).
 
     `tensor` and `expert` are the degrees of parallelism. Tensor parallelism divides one of the two factors; every rank
     has the other one whole.

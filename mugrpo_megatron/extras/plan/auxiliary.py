@@ -39,7 +39,7 @@ class AuxiliaryCost:
 def auxiliary_costs(case: PlanCase) -> list[AuxiliaryCost]:
     """The cost of every job of every auxiliary model, in the order of a run.
 
-    Raises UserError when the ranks cannot be divided into the engines of one of them.
+    Raises UserError when the ranks cannot be divided into the engines of one of the models.
     """
     return [cost for name in case.recipe.auxiliary.by_name for cost in _costs(case, name, case.auxiliaries[name])]
 
@@ -52,7 +52,7 @@ def _costs(case: PlanCase, name: str, model: ModelShape) -> Iterator[AuxiliaryCo
     for function, judge in recipe.reward.judges.items():
         if judge.model == name:
             room = question_room(recipe.longest_training_sequence, judge, model.config)
-            # Nearly all of a judge's question is the response that it quotes.
+            # The mean length of a question as a share of the longest: nearly all of it is the response that it quotes.
             quoted = min(1.0, case.mean_sequence / room)
             engine_recipe = judge_recipe(recipe, name, path, judge, room)
             judge_case = replace(

@@ -149,7 +149,8 @@ class RankParameters:
         return self.dense + self.experts
 
     def shared(self, layout: Layout) -> float:
-        """Number of parameters whose optimizer states a rank holds; a rank writes about as many to a checkpoint."""
+        """Number of parameters whose optimizer states a rank holds; it writes about as many parameters to a
+        checkpoint."""
         return self.dense / layout.shards + self.experts / layout.expert_shards
 
 
@@ -161,9 +162,9 @@ def stage_range(architecture: Architecture, layout: Layout, pp_stage: int) -> ra
 
 
 def rank_parameters(architecture: Architecture, layout: Layout, pp_stage: int) -> RankParameters:
-    """Count the parameters of a rank of pipeline stage `pp_stage`, vocabulary padding included, by `weights.table`.
+    """Count the parameters of a rank of pipeline stage `pp_stage`, vocabulary padding included.
 
-    A tied output layer is the embedding itself with one pipeline stage, and a copy of it on the last of several.
+    A tied output layer counts only if there are several pipeline stages: the last one then has a copy of the embedding.
     """
     layers = stage_range(architecture, layout, pp_stage)
     last = pp_stage == layout.pipeline - 1
@@ -193,7 +194,7 @@ def parameters(architecture: Architecture) -> int:
 
 
 def largest_parameter(architecture: Architecture) -> int:
-    """Size of the largest parameter; the experts of a layer count as separate parameters."""
+    """Number of elements of the largest parameter; the experts of a layer count as separate parameters."""
     return max(_numel(row, architecture, 1) for row in architecture.table)
 
 
@@ -253,7 +254,7 @@ class PlanCase:
         return self.mean_prompt + self.mean_response
 
     def adapter(self, layout: Layout) -> RankParameters | None:
-        """LoRA parameters on a rank, which are all that it trains; None without an adapter."""
+        """The adapter's parameters on a rank, which are all that it trains; None without `[lora]`."""
         section = self.recipe.lora
         if section.rank is None:
             return None

@@ -37,7 +37,7 @@ DEVICES = {
     "h200": Device("h200", 139 * GIB, 790e12, 4.3e12),
     "h100": Device("h100", 79 * GIB, 790e12, 3.0e12),
     "a100": Device("a100", 79 * GIB, 250e12, 1.8e12),
-    # 24 GB, 165.15 dense bfloat16 TFLOP/s, 1,008 GB/s: waredb.com/processor/nvidia-geforce-rtx-4090.
+    # Its data sheet: 24 GB, 165.15 dense bfloat16 TFLOP/s, 1,008 GB/s (waredb.com/processor/nvidia-geforce-rtx-4090).
     "rtx4090": Device("rtx4090", 23 * GIB, 130e12, 0.9e12),
     "b200": Device("b200", 178 * GIB, 1800e12, 7.2e12),
     "cpu": Device("cpu", 0, 50e9, 10e9, cuda=False),  # one busy core; its memory is the machine's, divided by its ranks
@@ -69,7 +69,8 @@ def engines_of(section: EngineSection, cluster: Cluster) -> int:
 
 
 def replicas_of_engines(section: EngineSection, cluster: Cluster, weight_bytes: float) -> int:
-    """Number of replicas that an engine with `weight_bytes` of weights runs. Raises what `engines_of` raises."""
+    """Number of replicas, each with the `weight_bytes` bytes of weights, that an engine runs; 1 on CUDA. Raises what
+    `engines_of` raises."""
     return replicas_of(section, weight_bytes, _first_slot(section, cluster).local_engines, _cores(cluster))
 
 

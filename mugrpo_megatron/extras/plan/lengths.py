@@ -36,8 +36,8 @@ def response_lengths(mean: float, longest: int, spread: float) -> np.ndarray:
 
 
 def resident_mean(lengths: np.ndarray) -> float:
-    """Mean number of tokens that a running response has so far: half of the mean length, each weighted by its length,
-    since long responses run longer."""
+    """Mean number of tokens that a running response has so far: half of the mean length of running responses, in which
+    each length counts as often as it is long, since long responses run longer."""
     return float((lengths**2).mean() / lengths.mean() / 2)
 
 
@@ -70,8 +70,8 @@ def decode(supplies: Sequence[Supply], slots: int, step: Callable[[int], float])
     An engine asks its supply whenever it has a free slot: at the start, and when one of its responses ends. Engines may
     share a queue through their supplies.
     """
-    # For each engine, a heap of the ends of its running responses, each as the value that `tokens` has there: the
-    # number of tokens that a slot of the engine has decoded since the start.
+    # `tokens` has for each engine the number of tokens that each of its slots has decoded since the start. `ends` has
+    # for each engine a heap of the values of `tokens` at which its running responses end.
     ends: list[list[float]] = [[] for _ in supplies]
     tokens = [0.0] * len(supplies)
     seconds = [0.0] * len(supplies)

@@ -42,8 +42,9 @@ def state_bytes(architecture: Architecture, itemsize: int) -> int:
 def micro_batches_in_flight(layout: Layout, pp_stage: int, micro_batches: int) -> float:
     """Number of micro-batches whose activations pipeline stage `pp_stage` keeps at its peak.
 
-    With 1F1B, it is one more than in its warm-up. With the interleaved schedule, a chunk of the stage's layers counts
-    as a fraction: chunks in flight over chunks (Megatron, get_pp_rank_microbatches).
+    With 1F1B these are its warm-up's micro-batches and one more. With the interleaved schedule it is the number of
+    chunks in flight divided by the stage's chunks, each of which has a part of its layers (Megatron,
+    get_pp_rank_microbatches).
     """
     after = layout.pipeline - pp_stage - 1
     if layout.virtual == 1:
@@ -346,8 +347,8 @@ def memory(case: PlanCase, engine: EngineMemory) -> Memory:
     fullest = max(stages, key=lambda stage: stage.total)
     rests = rest_bytes(case)
     largest = b * case.architecture.vocab_size * case.architecture.letters["H"]
-    # Embedding and output layer are gathered one after the other; with tensor parallelism as shards and as the joined
-    # copy.
+    # The two buckets that exist at a time may be the embedding and the output layer. With tensor parallelism the
+    # gathered shards of one of them, and the copy that is joined from these, are added.
     copies = 2 + 2 * (layout.tensor > 1)
     bucket = max(sync_bucket_bytes(cuda), copies * largest)
     staging = min(max(sync_bucket_bytes(cuda), 2 * largest), parameters(case.architecture) * b)
@@ -359,8 +360,8 @@ def memory(case: PlanCase, engine: EngineMemory) -> Memory:
         device=cluster.device.memory,
         learning=fullest,
         serving=engine,
-        # On CPU learner and engine keep their memory while the other works, and a checkpoint's copies are made after
-        # the activations were freed.
+        # On CPU learner and engine keep their memory while the other works. A checkpoint's copies are added to the
+        # update's peak, since they do not reuse the memory of its freed activations.
         learn=learn + rests + (0 if cuda else saved + engine.total),
         sync=rests + bucket + (state.weights + engine.weights if cuda else state.total + engine.total),
         generate=engine.total + rests + (0 if cuda else state.total),

@@ -70,7 +70,7 @@ def print_json(plan: RunPlan, launch: Mapping[str, str], pilot: Pilot | None = N
 
 
 def _verdict(plan: RunPlan) -> Iterable[str]:
-    """Yield lines on the memory, on whether it is tight, on the hours, and on the phases that take most of both."""
+    """Yield lines on the memory, whether it is tight, the hours, and the phases that take most time and most memory."""
     need, run = plan.memory, plan.schedules[0]
     fullest, peak = max(need.phases.items(), key=lambda phase: phase[1])
     longest, seconds = max(run.seconds.items(), key=lambda phase: phase[1])
@@ -230,7 +230,7 @@ SCRIPTS = "run_scripts"
 
 
 def launch_commands(recipe: Path, overrides: Sequence[str], cluster: Cluster) -> dict[str, str]:
-    """Place -> the command that trains there, from the repository's root; K and HOST are left to the user."""
+    """Where to start a run -> the command, for the repository's root; the user replaces K and HOST in it."""
     words = ["train", str(recipe), *(word for setting in overrides for word in ("--set", setting))]
     train, ranks, nodes = shlex.join(words), cluster.per_node, cluster.nodes
     if nodes == 1 and ranks == 1:

@@ -132,7 +132,7 @@ def may_lose(pilot: Curve, speed_up: float) -> Estimate:
 def schedule_of(case: PlanCase, need: Memory, updates: int, per_stage: int, name: str = "") -> Schedule:
     """The cost of `updates` updates in stages of `per_stage`, with as many evaluations as in the recipe's schedule.
 
-    If the last stage is shorter, it costs the same share of a stage.
+    A shorter last stage costs as large a share of a whole stage as it has of its updates.
     """
     other = _in_stages(case, updates, per_stage)
     seconds = _seconds(other, need, updates)

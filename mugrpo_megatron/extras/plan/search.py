@@ -30,9 +30,9 @@ class Candidate:
     """The planned recipe in this layout."""
     layout: Layout
     seconds: float
-    """Seconds of one update."""
+    """Seconds of one update; infinite for a layout that cannot exist."""
     learn: float
-    """Bytes of the learner phase on its fullest rank."""
+    """Bytes of the learner phase on its fullest rank; 0 for a layout that cannot exist."""
     problems: tuple[str, ...]
     """Reasons for a refusal; empty for a valid layout."""
     distance: float
@@ -110,7 +110,8 @@ ADAPTER_RANK = 32
 
 
 def fit_with_adapters(case: PlanCase) -> PlanCase | None:
-    """`fastest_fit` of the case with `[lora]`; None if it has that already, or such adapters do not fit the model."""
+    """`fastest_fit` of the case with `[lora]`; None if the recipe has adapters already, if nothing fits, or if the
+    model cannot have adapters of ADAPTER_RANK."""
     if case.recipe.lora.rank is not None:
         return None
     try:
@@ -143,7 +144,7 @@ def fewest_devices(case: PlanCase) -> PlanCase | None:
 
 
 TIGHT = 0.95
-"""A plan that takes more than this share of a device is tight: its assumptions may be wrong by the rest."""
+"""A plan that takes more than this share of a device is tight: its figures may be wrong by the remaining 5 %."""
 
 
 def is_tight(need: Memory) -> bool:

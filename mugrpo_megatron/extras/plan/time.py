@@ -21,8 +21,11 @@ PROBLEMS = {"aime24": 30, "aime25": 30, "amc23": 40, "amc24": 50, "gsm8k": 1319,
 
 
 def scoring_seconds(responses: int, case: PlanCase) -> float:
-    """Seconds in which the verifiers score `responses` responses in all. Each engine leader has a verifier, of
-    `reward.workers` processes, at most one a core; if that is 0, of one for each two cores."""
+    """Seconds in which the verifiers score `responses` responses in all.
+
+    Each engine leader has a verifier of `reward.workers` processes, but of no more than it has cores. If the key is 0,
+    the verifier has one process for every two cores.
+    """
     engines = engines_of(case.recipe.engine, case.cluster)
     cores = case.assumptions.cores * case.cluster.world / engines
     workers = min(case.recipe.reward.workers, cores) or max(1, int(cores // 2))
@@ -95,9 +98,10 @@ def communication_seconds(case: PlanCase) -> float:
     architecture, layout, b = case.architecture, case.layout, case.itemsize
     size = architecture.letters
     tokens = case.responses * case.mean_sequence / case.assumptions.packing / layout.shards
-    # Each layer communicates two tensors of each kind in every forward pass and in the backward pass.
+    # For each kind of parallelism, a layer communicates two tensors in every forward pass, a recomputed one included,
+    # and two in the backward pass.
     times = 2 * (3 if layout.recompute == "full" else 2)
-    # An all-reduce, or a reduce-scatter and an all-gather, moves a rank's share of the tensor twice.
+    # An all-reduce over n ranks, or a reduce-scatter with an all-gather, moves (n - 1) / n of the tensor twice.
     reduced = times * 2 * _others(layout.tensor) * tokens * size["H"] * b
     width = size["Q"] if architecture.latent else size["K"]
     gathered = times * _others(layout.context) * tokens * layout.context * width / layout.tensor * b
@@ -198,7 +202,7 @@ def saving_seconds(others: float, case: PlanCase) -> float:
 
 
 def checkpoint_bytes(case: PlanCase) -> float:
-    """Bytes of the trained weights, their float32 master weights and both moments (learner/checkpoint.py)."""
+    """Bytes of a checkpoint: trained weights, their float32 master weights and both moments (learner/checkpoint.py)."""
     adapter = case.adapter(Layout())
     return (adapter.total if adapter else parameters(case.architecture)) * (case.itemsize + 12.0)
 

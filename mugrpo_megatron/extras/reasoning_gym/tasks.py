@@ -68,7 +68,7 @@ def gym_problems(source: str, name: str, split: Split, held_out: int) -> list[Pr
             questions.add(question)
     if not problems:
         raise UserError(
-            f"{source}: none of {size * TRIES:,} generated questions is for the {split} split; raise the `size` in it"
+            f"{source}: none of {size * TRIES:,} generated questions is for the {split} split; raise its `size`"
         )
     return problems
 
@@ -125,4 +125,6 @@ def _refusals(source: str) -> Iterator[None]:
             yield
     except (Exception, TookTooLong) as error:
         why = str(error) or type(error).__name__
-        raise UserError(f"data source {source!r} refuses its parameters: {why}") from None
+        raise UserError(
+            f"data source {source!r}: reasoning-gym fails with its parameters: {why}; change them"
+        ) from None

@@ -1,9 +1,9 @@
 """Executes a row's test code in a jail of its own, in which stand-ins replace the program's functions.
 
 A stand-in sends each call to the jail of the program and returns the answer. So the program never sees the tests, and
-what it replaces (`print`, `abs`, `__eq__`) does not affect them. Tests pass if they raise nothing, if an assertion was
-executed, and if every one was that is in no branch and in no helper function. This file imports only the standard
-library.
+what it replaces (`print`, `abs`, `__eq__`) does not affect them. Tests pass if they raise nothing, if at least one
+assertion was executed, and if each assertion outside of branches and helper functions was. This file imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ def _run(function: Callable[..., Any], *arguments: Any) -> None:
 
 
 def _run_class(name: str, kind: type) -> None:
-    """Run the tests of a class: a TestCase as unittest does, a class `Test*` as pytest does; an instance for each."""
+    """Run the tests of a class, each on a new instance: a TestCase as unittest does, a class `Test*` as pytest does."""
     unittest: Any = sys.modules.get("unittest")
     if unittest is not None and issubclass(kind, unittest.TestCase):
         result = unittest.TestResult()

@@ -75,7 +75,7 @@ def grader(options: Mapping[str, Any]) -> Grader:
     limits = Limits(options["sandbox"], test_s, int(options["memory_mb"]), wall_s=2 * test_s + 1)
     check_jail(limits)
     if sees_files(limits.mode):
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # other processes of this user cannot open this one's memory
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # or a program, which has the same user, could read this memory
     share = options["reward"] == "share"
     return Grader(limits, share, int(options["tests"]), float(options["timeout_s"]), weakness(limits.mode))
 
@@ -181,7 +181,10 @@ def _same_word(word: str, expected: str) -> bool:
 
 
 def same_value(answers: bytes, expected: Sequence[Any]) -> tuple[bool, str]:
-    """(whether the result in the program's answers equals one of `expected`, the reason if it does not)."""
+    """(whether the program's result equals one of `expected`, the reason if it does not).
+
+    `answers` are the lines of JSON that `program_server` wrote; the second one has the result.
+    """
     lines = answers.splitlines()
     if len(lines) < 2:
         return False, "returned nothing: the program ended first"

@@ -64,7 +64,9 @@ _ARM64 = {
 _MACHINES = {"x86_64": (0xC000003E, _X86_64 | _SAME), "aarch64": (0xC00000B7, _ARM64 | _SAME)}
 _TO_ITSELF = ("kill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _OWNERS = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: signals to any process when a descriptor is ready
-_IOCTLS = (0x8901, 0x8902, 0x40086602, 0x401C5820)  # FIOSETOWN, SIOCSPGRP, FS_IOC_SETFLAGS, FS_IOC_FSSETXATTR
+_IOCTLS = (0x8901, 0x8902, 0x40086602, 0x401C5820)
+"""FIOSETOWN and SIOCSPGRP, which send signals as `_OWNERS` do, FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR, which change a
+file's attributes."""
 
 
 def available() -> bool:

@@ -1,4 +1,4 @@
-"""Starts programs in jails: each has a keeper process and, in namespaces, the process that becomes the program.
+"""Starts programs in jails: each jail has a keeper process and the process that becomes the program.
 
 `start` forks the keeper, which forks the program's process and waits for it. The keeper ends all of its descendants
 when the program ends, when it gets the signal guard.END, or when the worker dies. With namespaces, the program's
@@ -45,8 +45,10 @@ def start(
     """Start the interpreter with `arguments` in a jail; returns (the keeper's pid, a descriptor of errors).
 
     files: path -> text, in the program's root; with mode "limits" only the paths are used, which the program may read.
-    channels: the program's descriptors -> this process's. From the descriptor of errors nothing can be read once the
-    program runs, and a sentence if it could not be started.
+    channels: the program's descriptors -> this process's.
+
+    If the program could not be started, a sentence can be read from the descriptor of errors. Once it runs, that
+    descriptor is at its end.
     """
     errors, error_pipe = os.pipe()
     worker = os.getpid()
@@ -119,8 +121,8 @@ def _separate() -> tuple[int | None, bool]:
 
 
 def _maps(user: int) -> bool:
-    """Whether the user namespace of this process contains a user id; that of a container without root's rights has
-    few."""
+    """Whether the user namespace of this process contains a user id; the namespace of a container without root's rights
+    has few ids."""
     ranges = [map(int, line.split()) for line in Path("/proc/self/uid_map").read_text("ascii").splitlines()]
     return any(first <= user < first + count for first, _, count in ranges)
 

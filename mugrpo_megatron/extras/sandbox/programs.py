@@ -84,7 +84,8 @@ def run_program(program: str, stdin_text: str, limits: Limits) -> Outcome:
 
 
 def call_function(program: str, name: str, arguments: Sequence[object], limits: Limits) -> Outcome:
-    """Execute the program as a module and call its function; `Outcome.answer` has `program_server`'s lines of JSON."""
+    """Execute the program as a module and call its function `name`; `Outcome.answer` has the lines of JSON that
+    `program_server` wrote, one about the function and one with the result."""
     requests = [
         {"do": "entry", "name": name},
         {"do": "call", "on": 0, "arguments": pack(list(arguments), _not_kept)},
@@ -217,7 +218,7 @@ def _end(keeper: int) -> int:
 
 
 def _pipe() -> tuple[FileIO, FileIO]:
-    """(read end, write end); unlike descriptors, files may be closed twice."""
+    """(read end, write end) of a pipe, as files: unlike a descriptor, a file may be closed twice."""
     read, write = os.pipe()
     return FileIO(read, "rb"), FileIO(write, "wb")
 
@@ -238,7 +239,7 @@ def _files(files: Mapping[str, str], limits: Limits) -> Iterator[tuple[str, Mapp
     if limits.mode == "namespaces":
         yield "", files
         return
-    # No sweep of old folders: this runs for each program, and each start of an engine sweeps.
+    # Old folders are not removed here, since this runs for each program; each start of an engine removes them.
     with Scratch("program", sweep=False) as path:
         directory = str(path)
         jail.write_files(directory, files)

@@ -94,7 +94,7 @@ def _read(content: object, row: Mapping[str, Any]) -> list[Test]:
             return [assert_test(test, row) for test in value if _asserts(test)]
         if all(isinstance(test, Mapping) and "input" in test and "output" in test for test in value):
             return [_of_case(test, row) for test in value]
-        raise ValueError("the tests are a list of neither asserts nor objects {input, output}")
+        raise ValueError("the tests are a list of neither asserts nor objects {input, output}; write one of these")
     if isinstance(value, str) and _asserts(value):
         return [assert_test(test, row) for test in _separate(value)]
     return []
@@ -269,7 +269,7 @@ _LIBRARY = ("math", "collections", "itertools", "functools", "fractions", "decim
 
 @cache
 def library_names() -> Mapping[str, str]:
-    """Name -> the module of the standard library that it is from."""
+    """Public name of a module of `_LIBRARY` -> the module."""
     return {
         name: module
         for module in _LIBRARY

@@ -1,4 +1,4 @@
-"""Checks addresses of servers, and the key that servers are sent."""
+"""Checks the addresses given with `--server`, and the API key that servers are sent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ KEY = "MUGRPO_SERVER_KEY"
 
 
 def check_address(text: str, key: str | None) -> str:
-    """Returns a server's base URL without the slash at its end; UserError for an address that cannot be used. `key` is
-    the API key that the server would be sent.
+    """Returns the base URL in `text`, without `/v1` or a slash at its end.
+
+    `key` is the API key that the server would be sent, None if there is none. Raises UserError for an address that
+    cannot be used, and for a key that may not be sent to it or that no HTTP header can have.
     """
     try:
         parts = urlsplit(text)
@@ -22,14 +24,17 @@ def check_address(text: str, key: str | None) -> str:
     except ValueError as error:
         raise UserError(f"--server {short_repr(text)}: not a URL ({error})") from None
     if parts.scheme not in ("http", "https") or not host or not text.isascii() or not text.isprintable():
-        raise UserError(f"--server {short_repr(text)}: write a URL such as http://127.0.0.1:8000")
+        raise UserError(
+            f"--server {short_repr(text)}: not an http or https URL with a host, in printable ASCII; write a URL such "
+            "as http://127.0.0.1:8000"
+        )
     if parts.username is not None or parts.password is not None:
         raise UserError(
             f"--server: the address of {host} holds a user or a password; give a key "
             f"in the environment variable {KEY} instead"
         )
     if parts.query or parts.fragment:
-        raise UserError(f"--server {short_repr(text)}: ends with a query; give the server's base URL alone")
+        raise UserError(f"--server {short_repr(text)}: has a query or a fragment; give the server's base URL alone")
     if key and parts.scheme == "http" and not is_loopback(host):
         raise UserError(
             f"--server {text}: the key of {KEY} would cross the network unencrypted; take https, a tunnel "

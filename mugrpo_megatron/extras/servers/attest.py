@@ -1,9 +1,10 @@
 """Tests whether a server samples from the learner's weights, by the tokens and log-probabilities that it returns.
 
 *Distance* is the mean of |server - learner| of the log-probabilities; it may not exceed what rounding in the model's
-dtype explains. *Surprise* is the mean of -logprob - entropy, both under the learner. If tokens are drawn from the
-learner's policy, its expectation is 0 for each token, given all tokens before, so its spread is known. A server that
-draws from a part of the vocabulary, or at another temperature, fails this test whatever log-probabilities it returns.
+dtype explains. *Surprise* is the mean of -logprob - entropy, both under the learner. For tokens drawn from the
+learner's policy, each of these values has expectation 0, given the tokens before, so the sum of their squares estimates
+the variance of their sum. A server that draws from a part of the vocabulary, or at another temperature, has another
+surprise, whatever log-probabilities it returns.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import numpy as np
 
 MOST_DISTANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 """dtype -> nats: the largest mean of |server - learner| that is accepted (docs/servers.md)."""
-# In bfloat16 and float16 these bounds are lower than `checks.agreement.BOUNDS`. There the weights are known to be the
-# learner's, and rounding alone must not end a run. Here they are not known, and quantised weights would pass a higher
-# bound.
+# In bfloat16 and float16, MOST_DISTANCE is lower than `checks.agreement.BOUNDS`. There the engine's weights are known
+# to be the learner's, and rounding alone must not end a run. A server's weights are not known, and quantised ones would
+# pass a higher bound.
 MOST_SURPRISE = 6.0
-"""Standard errors of the mean surprise; chance exceeds them once in 500 million checks."""
+"""Largest mean surprise that is accepted, up or down, in its standard errors; chance exceeds it once in 500 million
+checks."""
 LEAST_SURPRISE = 0.02
-"""Nats of mean surprise that are never refused: a policy that rounds differently draws slightly other tokens."""
+"""Mean surprise in nats, up or down, up to which a server is accepted however small the standard error is: an engine
+that rounds differently draws slightly other tokens."""
 TEMPERATURES = (0.0625, 0.125, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
 """Temperatures at which the learner's values are computed when the distance is too large: the server may sample at one
 of them."""
@@ -94,6 +97,7 @@ def refusal(before: Evidence, server: np.ndarray, values_at: ValuesAt, temperatu
         server: float32 [T], the server's log-probabilities of the tokens.
         values_at: gives the learner's values of the same tokens at a temperature.
         temperature: the rollout's.
+        dtype: of the learner's weights, a key of MOST_DISTANCE.
     """
     learner = values_at(temperature)
     now = Evidence().with_tokens(server, learner)
@@ -111,7 +115,7 @@ def refusal(before: Evidence, server: np.ndarray, values_at: ValuesAt, temperatu
             f"its tokens are {kind} under the learner than tokens drawn from it by {abs(all_of_it.mean_surprise):.3g} "
             f"nats a token, {abs(all_of_it.surprise_errors):.0f} standard errors over {all_of_it.tokens:,} tokens. "
             "Likely cause: it draws at another temperature or from a part of the vocabulary (top-k, top-p, min-p, a "
-            "penalty, a grammar), while its log-probabilities are those before that"
+            "penalty, a grammar), and returns log-probabilities from before these settings"
         )
     return ""
 
@@ -129,8 +133,8 @@ def _cause(
             else ""
         )
         return f"temperature {best:g} and not {temperature:g} fits them{raw}"
-    # Tested before the next cause: a server that is sure of tokens which the learner would never draw has no value
-    # below the learner's either.
+    # Tested before the next cause, which has the same sign: a server with another model, too, has no log-probability
+    # below the learner's.
     uniform = -float(learner.entropies.max(initial=1.0)) - 1.0
     if learner.logprobs.mean() < min(-8.0, uniform):
         return "ids of another tokenizer, or another model: the learner would never draw these tokens"

@@ -41,7 +41,7 @@ class HeldGroups:
         return sum(len(response.ids) for group in self.groups for response in group.responses)
 
     def first(self) -> list[SampledGroup]:
-        """The first groups with FIRST_TOKENS tokens together, or all."""
+        """The first groups that have FIRST_TOKENS tokens together; all groups if they have fewer."""
         chosen: list[SampledGroup] = []
         for group in self.groups:
             chosen.append(group)
@@ -52,19 +52,19 @@ class HeldGroups:
 
 @dataclass
 class Attestor:
-    """Checks the servers of a stage, and keeps what is known about each; this is written to `path` at every check."""
+    """Checks the servers of a stage. What is known about each server is written to `path` after every check."""
 
     measure: Measure
     temperature: float
     dtype: str
     path: Path
     evidence: dict[tuple[str, int], Evidence] = field(default_factory=dict)
-    """(URL, epoch) of a server -> the sums over its tokens that were compared."""
+    """(URL, `Server.epoch`) -> the sums over the server's tokens that were compared in that epoch."""
     servers: dict[str, dict[str, object]] = field(default_factory=dict)
     _random: Random = field(default_factory=SystemRandom)
 
     def due(self, server: Server, epoch: int, batch: HeldGroups) -> bool:
-        """Whether the batch is to be checked now: it is large or old enough, or the server adds nothing to it."""
+        """Whether the batch is to be checked now: it is large or old enough, or the server adds no groups to it."""
         ended = not server.in_flight or server.epoch != epoch
         if (server.url, epoch) not in self.evidence:
             return ended or batch.tokens >= FIRST_TOKENS
@@ -135,7 +135,8 @@ class Patience:
         self.sentences.clear()
 
     def check(self, servers: Sequence[Server], refused: Collection[Server]) -> None:
-        """Raise UserError once every server is refused, or none has answered for `seconds`."""
+        """Raise UserError once every server is refused, or if each is refused or in trouble and none has answered for
+        `seconds`."""
         waited = time.monotonic() - self.since
         if servers and len(refused) == len(servers):
             raise UserError(f"no server can be used: {self._all()}")
@@ -143,7 +144,7 @@ class Patience:
             raise UserError(f"no server has answered for {waited:.0f} s (--patience): {self._all()}")
 
     def _all(self) -> str:
-        return visible("; ".join(self.sentences.values()) or "none has said why")
+        return visible("; ".join(self.sentences.values()) or "check that --server names the servers that are running")
 
 
 def attested_groups(
@@ -154,12 +155,12 @@ def attested_groups(
     stopping: Callable[[], bool],
     say: Callable[[str], None],
 ) -> Iterator[SampledGroup]:
-    """Yield the group of each of `prompts` as soon as it may be taken; end early when `stopping`.
+    """Yield the group of each of `prompts` as soon as it may be taken; end early when `stopping()` is true.
 
-    The learner checks tokens of a server before any of its groups is yielded, again each time that the server was away,
-    and then of every batch. A server whose tokens do not fit is dropped with a sentence, and the prompts of its batch
-    go to the others. Without an `attestor` nothing is checked. Raises UserError when no server is left, or `patience`
-    ends.
+    The learner checks a server's first tokens before it takes any group of that server, does so again each time that
+    the server was away, and checks one group of each later batch. A server whose tokens do not fit is dropped: `say`
+    gets the reason, and the prompts of the batch go to other servers. Without an `attestor` nothing is checked. Raises
+    UserError when no server is left, or when `patience` ends.
     """
     missing = {prompt.index: prompt for prompt in prompts}
     held: dict[tuple[Server, int], HeldGroups] = {}

@@ -18,6 +18,7 @@ from mugrpo_megatron.extras.servers.address import KEY, is_loopback
 from mugrpo_megatron.files.json_text import parse_json
 
 CONNECT_S = 10.0
+"""Most seconds for making a connection, and for a whole GET request."""
 SHORT_BODY = 1 << 20
 """Most bytes of a reply that holds no responses."""
 DEAD_PEER = [
@@ -37,7 +38,7 @@ class ServerTrouble(Exception):
 
 
 class ServerBusy(ServerTrouble):
-    """The server has enough to do: fewer requests at a time may succeed."""
+    """The server has too many requests: it may answer when it gets fewer at a time."""
 
 
 class ServerRefusal(Exception):
@@ -48,16 +49,18 @@ class Connection:
     """Requests to one server, several at a time. Use it inside one event loop."""
 
     def __init__(self, url: str, timeout_s: float, most_requests: int) -> None:
-        """Prepare requests to `url`, which `check_address` has checked. `timeout_s` bounds a request from its start to
-        the last byte of its reply."""
+        """Prepare requests to `url`, which `check_address` has checked. `timeout_s` bounds a POST request from its
+        start to the last byte of its reply."""
         self.url, self._timeout_s = url, timeout_s
         key = os.environ.get(KEY)
         local = is_loopback(urlsplit(url).hostname or "")
         limits = httpx.Limits(max_connections=most_requests + 1, max_keepalive_connections=most_requests + 1)
-        # The environment's proxies are for other machines alone; httpx uses them only if it is given no transport.
+        # httpx ignores the environment's proxies if it is given a transport, so a connection through a proxy does
+        # without DEAD_PEER.
         proxied = not local and bool(getproxies())
         transport = None if proxied else httpx.AsyncHTTPTransport(limits=limits, socket_options=DEAD_PEER)
-        # No compression: a small body could otherwise unpack to any size. No redirect: it could lead the key elsewhere.
+        # No compression: a small body could otherwise unpack to any size. No redirect, which is httpx's default: it
+        # could lead the key elsewhere.
         self._client = httpx.AsyncClient(
             headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
@@ -79,8 +82,8 @@ class Connection:
     async def post(self, path: str, content: dict[str, Any], most_bytes: int) -> Any:
         """Send JSON and return the reply's JSON value.
 
-        Raises ServerTrouble for what may pass, and ServerRefusal for what will not: a status that says so, a body that
-        is no JSON or has more than `most_bytes`.
+        Raises ServerTrouble if no whole reply came in time or its status is one of TEMPORARY or BUSY, and ServerRefusal
+        for every other status but 200, and for a body that is not JSON, is compressed or has more than `most_bytes`.
         """
         status, body = await self._exchange("POST", path, content, most_bytes, self._timeout_s)
         return self._value(path, status, body)
@@ -103,7 +106,7 @@ class Connection:
                     size += len(chunk)
                     if size > most_bytes:
                         raise ServerRefusal(
-                            f"{self.url}{path} sends more than {most_bytes:,} bytes, the most that the answer can take"
+                            f"{self.url}{path} sends more than {most_bytes:,} bytes, the most that its answer may have"
                         )
                     chunks.append(chunk)
                 return reply.status_code, b"".join(chunks)
@@ -119,14 +122,14 @@ class Connection:
 
     def _value(self, path: str, status: int, body: bytes) -> Any:
         if status in BUSY:
-            raise ServerBusy(f"{self.url}{path}: {status}{_reason(body)}")
+            raise ServerBusy(f"{self.url}{path}: HTTP status {status}{_reason(body)}")
         if status in TEMPORARY:
-            raise ServerTrouble(f"{self.url}{path}: {status}{_reason(body)}")
+            raise ServerTrouble(f"{self.url}{path}: HTTP status {status}{_reason(body)}")
         if status in (401, 403):
             given = f"with the key of {KEY}: correct it" if os.environ.get(KEY) else f"without a key: set {KEY}"
             raise ServerRefusal(f"{self.url} refuses a request ({status}) {given}")
         if status != 200:
-            raise ServerRefusal(f"{self.url}{path}: {status}{_reason(body)}")
+            raise ServerRefusal(f"{self.url}{path}: HTTP status {status}{_reason(body)}")
         try:
             return parse_json(body)
         except ValueError as error:
@@ -138,7 +141,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def _reason(body: bytes) -> str:
-    """What a body says about an error, in at most 300 characters; empty without a text."""
+    """At most 300 characters of what a body says about an error, as ` (TEXT)`; "" if it says nothing."""
     try:
         value = parse_json(body)
     except ValueError:

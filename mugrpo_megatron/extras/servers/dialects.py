@@ -60,7 +60,7 @@ async def ask_what_is_served(connection: Connection) -> Served:
 
 
 async def _said(connection: Connection, path: str) -> Any:
-    """The JSON object at a path that only some servers have; None from a server that answers with anything else."""
+    """The JSON value at a path that only some servers have; None if the server has no such path or refuses it."""
     try:
         return await connection.get(path)
     except ServerRefusal:
@@ -95,12 +95,15 @@ def request_of(dialect: Dialect, model: str, prompt: Prompt, n: int, sampling: S
 
 
 def read_replies(dialect: Dialect, body: Any, model: str) -> list[Reply]:
-    """The responses in a reply's JSON, unchecked. Raises ServerRefusal for a body without them."""
+    """The responses in a reply's JSON, in the order of their indices; their values are not checked.
+
+    Raises ServerRefusal if fields are missing, or belong to another model than `model` or to other tokens.
+    """
     if dialect == "sglang":
         return [_of_sglang(row) for row in (body if isinstance(body, list) else [body])]
     rows: Any = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ServerRefusal("its answer has no `choices`")
+        raise ServerRefusal("its answer has no list `choices` of JSON objects")
     if body.get("model", model) != model:
         raise ServerRefusal(f"it answers with another model than {model}")
     if not all(type(row.get("index", 0)) is int for row in rows):

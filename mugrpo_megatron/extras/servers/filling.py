@@ -1,6 +1,7 @@
-"""Fills a stage from servers: sends the prompts that it lacks to servers with room, and writes scored groups to disk.
+"""Fills a stage from servers: sends the prompts of the groups that it lacks, and writes the scored groups to disk.
 
-`mugrpo generate --server` fills a shard in a process of its own, with a learner that only computes log-probabilities.
+`mugrpo generate --server` fills a shard, which is a part of the stage's groups, in a process of its own with a learner
+that only computes log-probabilities.
 `mugrpo train --server` fills the whole stage, with the learner of the run, which keeps its device memory.
 """
 
@@ -101,9 +102,10 @@ class Filling:
     def fill(
         self, request: StageRequest, options: ServerOptions, missing: Sequence[int], attestor: Attestor, bar: Bar
     ) -> None:
-        """Have servers answer the groups `missing`, and append them as they are scored; ends early when stopping.
+        """Have servers answer the prompts of the groups `missing`, and append each to the store once it is scored.
 
-        Raises UserError, with every group on disk that was taken, when no server can be used.
+        Ends early when the run is asked to stop. Raises UserError, with every group on disk that was taken, when no
+        server can be used.
         """
         recipe, scorer = self.recipe, Scorer(self.verifier, self.tokenizer)
         prompts = [group_prompt(recipe, self.problems, self.cursor, group) for group in missing]
@@ -125,10 +127,10 @@ class Filling:
 def fill_shard(
     recipe: Recipe, shard: GenerationShard, stage: int | None, problems: Problems, options: ServerOptions
 ) -> str:
-    """Fill what the stage lacks of the shard from servers; returns a sentence on what is done and what comes next.
+    """Fill the groups that the shard still lacks from servers; returns a sentence on what is done and what comes next.
 
-    The process has a learner of its own, of one rank, that only computes log-probabilities. A process that was killed
-    continues where it was. Raises UserError when `stage` is given and is not the run's next one, when another process
+    The process has a learner of its own, of one rank, that only computes log-probabilities. Groups that an earlier
+    process put on disk stay. Raises UserError when `stage` is given and is not the run's next one, when another process
     fills the same shard, when the shard was begun with other weights, and when no server can be used; Stopped, with
     every group on disk, when asked to stop.
     """

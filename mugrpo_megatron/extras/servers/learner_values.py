@@ -1,4 +1,4 @@
-"""Computes the learner's log-probabilities and entropies of given tokens, and opens a learner for nothing else."""
+"""Computes the learner's log-probabilities and entropies of given tokens, and opens a learner that does only this."""
 
 from __future__ import annotations
 

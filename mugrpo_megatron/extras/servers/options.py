@@ -55,8 +55,8 @@ def check_servers(recipe: Recipe) -> None:
     rollout = recipe.rollout
     if rollout.episodes:
         raise UserError(
-            "rollout.function, rollout.agent: an episode talks to its engine turn by turn, and servers answer whole "
-            "prompts; generate this run with its own engines"
+            "rollout.function, rollout.agent: an episode has several requests, and `--server` sends one for each "
+            "prompt; leave out `--server`, and this run's own engines generate"
         )
     if rollout.truncates:
         raise UserError(

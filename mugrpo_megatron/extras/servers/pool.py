@@ -25,7 +25,7 @@ from mugrpo_megatron.samples import Prompt
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 JOIN_S = 5.0
-"""Seconds between two looks for new servers."""
+"""Seconds between two calls of `Pool.urls`, which may name new servers."""
 UNREAD = 4
 """Most answers of a server that may wait for the caller, as a multiple of `StageRequest.concurrency`."""
 
@@ -87,15 +87,16 @@ Event = Answered | Troubled | Dropped | Crashed
 
 @dataclass(frozen=True, slots=True)
 class StageRequest:
-    """What every server is asked for."""
+    """What every server of a stage is asked for, besides the prompts."""
 
     model: str
     """Name under which a server has to serve the model."""
     sampling: Sampling
     asked: Asked
     longest_prompt: int
+    """In tokens."""
     concurrency: int
-    """Most prompts in flight at one server."""
+    """Most prompts in flight at one server at a time."""
     timeout_s: float
 
 
@@ -107,7 +108,7 @@ class Pool:
     """
 
     urls: Callable[[], Iterable[str]]
-    """The servers' URLs as of now; asked again and again, so that servers may join."""
+    """The servers' URLs at this moment; called every JOIN_S seconds, so that servers may join."""
     request: StageRequest
     servers: list[Server] = field(init=False)
 
@@ -130,7 +131,7 @@ class Pool:
         self._thread.join()
 
     def put(self, prompts: Iterable[Prompt]) -> None:
-        """Give prompts to the servers, also those whose answer was not accepted."""
+        """Add prompts to the queue: new ones, or those whose answer the caller did not take."""
         prompts = list(prompts)
 
         def add() -> None:
@@ -150,7 +151,7 @@ class Pool:
             return found
 
     def accept(self, server: Server) -> None:
-        """Say that an answer of this server was taken, or given up."""
+        """Tell the pool that the caller has taken or dropped an answer of this server, so that it may give another."""
 
         def read() -> None:
             server.unread -= 1
@@ -168,11 +169,11 @@ class Pool:
         self._call(drop)
 
     def _call(self, function: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # raised when the event loop has ended
+        with suppress(RuntimeError):  # raised when the event loop is closed: its thread has ended
             self._loop.call_soon_threadsafe(function)
 
     def _wake(self) -> None:
-        # Each server has its own event: one could clear a shared event before another has looked at it.
+        # Each server has its own event: one server's task could clear a shared event before another task has seen it.
         for server in self.servers:
             server.changed.set()
 
@@ -236,15 +237,16 @@ class Pool:
         tokens = self.request.longest_prompt + self.request.sampling.max_tokens
         if served.context is not None and served.context < tokens:
             raise ServerRefusal(
-                f"it holds {served.context} tokens of prompt and response, and the recipe needs {tokens} (vLLM: "
-                "--max-model-len, SGLang: --context-length)"
+                f"its context holds {served.context} tokens of prompt and response, and the recipe needs {tokens}; "
+                "raise it (vLLM: --max-model-len, SGLang: --context-length)"
             )
         return served
 
     async def _answer(self, server: Server, served: Served, connection: Connection) -> None:
         """Have the server answer prompts until it is dropped.
 
-        Raises ServerTrouble after a failed request, once none of the others is in flight.
+        Raises the ServerTrouble of a failed request once no other request to the server is in flight, and a
+        ServerRefusal at once.
         """
         tasks: dict[asyncio.Task[SampledGroup], Prompt] = {}
         limit, trouble = self.request.concurrency, None
@@ -300,7 +302,7 @@ class Pool:
 
     async def _pause(self, server: Server) -> None:
         """Wait between a fifth and the whole of a time that doubles with each pause in a row, up to LONGEST_PAUSE_S."""
-        # The jitter keeps many clients of one server from asking at the same moment.
+        # Without the jitter, several runs that share a server would ask it again at the same moment.
         longest = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(server.pauses, 10))
         server.pauses += 1
         await asyncio.sleep(longest * self._random.uniform(0.2, 1.0))

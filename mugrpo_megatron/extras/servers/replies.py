@@ -19,8 +19,9 @@ number below 2^-149."""
 BYTES_PER_TOKEN = 640
 """Most bytes of JSON for one token: its id, its log-probability, its text and the fields around them."""
 BYTES_PER_REPLY = 1 << 16
+"""Most bytes of JSON around the prompts and tokens of a reply."""
 ABORTED = ("abort", "error")
-"""Finish reasons of a server that is stopped, or that has run out of memory."""
+"""Finish reasons of a response that the server ended because it stops, or has run out of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,12 @@ class Asked:
     stop: tuple[str, ...]
     """Texts that end a response."""
     version: int
-    """Weight version: the number of updates after which the learner had these weights."""
+    """Weight version: the number of updates after which the learner had the weights that the server has to serve."""
     greedy: bool = False
     """Whether the temperature is 0, at which no log-probability is used."""
 
     def most_bytes(self, prompt: Prompt) -> int:
-        """Most bytes of a reply; vLLM repeats the prompt with each response."""
+        """Most bytes of the reply to `prompt`; vLLM repeats the prompt with each response."""
         return BYTES_PER_REPLY + self.n * (16 * len(prompt.ids) + BYTES_PER_TOKEN * self.max_tokens)
 
 
@@ -59,7 +60,8 @@ class Reply:
 
 
 def responses_of(replies: Sequence[Reply], prompt: Prompt, asked: Asked) -> list[Response]:
-    """The responses to one prompt. Raises ServerRefusal for a wrong response, ServerTrouble for an aborted one."""
+    """The responses to one prompt. Raises ServerTrouble if one was aborted, and ServerRefusal if one does not fit what
+    was asked or their number is another."""
     if len(replies) != asked.n:
         raise ServerRefusal(f"it returns {len(replies)} responses to a prompt, and {asked.n} were asked for")
     return [_response(reply, prompt, asked) for reply in replies]
@@ -67,7 +69,7 @@ def responses_of(replies: Sequence[Reply], prompt: Prompt, asked: Asked) -> list
 
 def _response(reply: Reply, prompt: Prompt, asked: Asked) -> Response:
     if reply.finish_reason in ABORTED:
-        raise ServerTrouble(f"a response was cut by the server itself ({reply.finish_reason})")
+        raise ServerTrouble(f"it has ended a response itself, with the finish reason `{reply.finish_reason}`")
     _check_prompt(reply, prompt)
     ids = _ids(reply.ids, asked)
     logprobs = _logprobs(reply.logprobs, len(ids), asked.greedy)
@@ -77,11 +79,14 @@ def _response(reply: Reply, prompt: Prompt, asked: Asked) -> Response:
 
 def _check_prompt(reply: Reply, prompt: Prompt) -> None:
     if reply.prompt_ids is not None and reply.prompt_ids != prompt.ids:
-        raise ServerRefusal("it answers another prompt than it was sent: its prompt_token_ids are others")
+        raise ServerRefusal(
+            "the `prompt_token_ids` of its answer are not the prompt that it was sent: it adds or cuts tokens (a chat "
+            "template, a begin-of-sequence token, its own limit), which has to be turned off"
+        )
     if reply.prompt_tokens is not None and reply.prompt_tokens != len(prompt.ids):
         raise ServerRefusal(
             f"it counts {short_repr(reply.prompt_tokens)} tokens in a prompt of {len(prompt.ids)}: it adds or cuts "
-            "tokens (a chat template, a begin-of-sequence token, its own limit)"
+            "tokens (a chat template, a begin-of-sequence token, its own limit), which has to be turned off"
         )
 
 
@@ -107,9 +112,12 @@ def _logprobs(value: Any, tokens: int, greedy: bool) -> np.ndarray:
     if greedy:
         return np.zeros(tokens, dtype=np.float32)
     for number in value:
-        # NaN fails the comparison; an integer of any size can be compared.
+        # The comparison refuses NaN too, and an integer that is too large for a float.
         if type(number) not in (int, float) or not LEAST_LOGPROB <= number <= ROUNDING:
-            raise ServerRefusal(f"it returns a log-probability of {short_repr(number)}, which no sampled token has")
+            raise ServerRefusal(
+                f"it returns a log-probability of {short_repr(number)}, and those of sampled tokens are "
+                f"{LEAST_LOGPROB:g} to 0"
+            )
     return np.minimum(np.array(value, dtype=np.float32), 0.0)
 
 
@@ -132,5 +140,5 @@ def _check_end(ids: list[int], finish_reason: Any, asked: Asked) -> None:
     if finish_reason == "stop" and ids[-1] not in asked.ends and not asked.stop:
         raise ServerRefusal(
             f"a response ends with token {ids[-1]}, which is no end token of the model: the server stops at texts or "
-            "tokens of its own, or leaves the end token out"
+            "tokens of its own, or leaves the end token out; start it without such an option"
         )

@@ -36,9 +36,9 @@ from mugrpo_megatron.train import optimize_stage
 
 
 def train_with_servers(recipe: Recipe, problems: Problems | None, options: ServerOptions) -> None:
-    """S stages of µ updates each, whose responses come from servers; what `mugrpo train --server` runs, on every rank.
+    """The run's stages with responses of servers; `mugrpo train --server` calls this on every rank.
 
-    `problems` are given on rank 0 alone, which talks to the servers. No evaluations take place.
+    `problems` are given on rank 0 alone, which sends the requests. No evaluations take place.
     """
     check_servers(recipe)
     if recipe.auxiliary.by_name:
@@ -63,8 +63,8 @@ def fill_stage(
 ) -> None:
     """Have servers fill the cursor's stage, and seal it. Collective.
 
-    Rank 0 asks the servers; the others wait, and join where the learner computes log-probabilities. Raises UserError
-    when no server can be used, Stopped, with every group on disk, when the run was asked to stop.
+    Rank 0 sends the requests. The other ranks wait, and take part when the learner computes log-probabilities. Raises
+    UserError when no server can be used, and Stopped, with every group on disk, when the run was asked to stop.
     """
     store = run.stage_store(cursor)
     groups = range(cursor.updates_sampled(run.recipe.schedule) * run.recipe.rollout.prompts_per_update)
@@ -94,7 +94,7 @@ def _fill(
     store: StageStore,
     groups: range,
 ) -> float:
-    """Fill the stage on rank 0; returns the tokens of the responses."""
+    """Fill the stage on rank 0; returns the number of tokens of the new responses."""
     recipe, world = run.recipe, run.world
 
     def measure(samples: Sequence[Sample], temperature: float) -> Values:
@@ -122,7 +122,7 @@ def _fill(
 
 
 def _follow(run: Run, learner: Learner) -> None:
-    """Compute what rank 0 asks of the learner until it asks no more."""
+    """Take part in each computation of the learner that rank 0 begins, until rank 0 sends None."""
     while True:
         run.world.barrier()
         asked = run.world.broadcast(None)

@@ -117,7 +117,7 @@ def _source_seconds(sweep: Sweep) -> float:
 
 
 def _check_out(sweep: Sweep, origin: Origin) -> None:
-    """Raise UserError unless the directory of `--out` is missing, empty or this sweep's own, and may be written to."""
+    """Raise UserError unless the directory of `--out` is missing, empty or that of a sweep of the same stage."""
     out = sweep.out
     if not os.path.lexists(out):
         return

@@ -56,7 +56,7 @@ def run_sweep(sweep: Sweep, origin: Origin, problems: Problems | None) -> int:
     """Run every cell that is not finished, then show and write the table and the page. Every rank runs this.
 
     Returns 1 when a cell failed: the cell is named, the other cells run, and the next call tries it again. Raises
-    Stopped, with the cell that was asked to stop saved.
+    Stopped, with the running cell saved, when asked to stop.
     """
     failed = 0
     with open_sweep(sweep.cells[0].recipe, sweep.out / "logs", problems) as context:

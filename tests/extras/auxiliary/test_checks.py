@@ -48,7 +48,7 @@ def test_another_vocabulary(model: Path, tmp_path: Path) -> None:
     vocabulary = table["model"]["vocab"]
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     path.write_text(json.dumps(table), encoding="utf-8")
-    with pytest.raises(UserError, match=r"has another vocabulary than .* \(4 entries differ, first 'A'"):
+    with pytest.raises(UserError, match=r"has another vocabulary than .* \(4 entries differ, the first is 'A'"):
         check_auxiliaries(recipe(model, other), print)
 
 

@@ -116,7 +116,7 @@ def test_a_number_that_fits_is_finite_as_float32(value: float) -> None:
         ([IDS | {"loss_mask": [10**400, 1, 1]}], "something that is not true, false, 0 or 1"),
         ([IDS | {"response_ids": [10**6]}], "not a list of token ids below"),
         ([IDS | {"response_ids": []}], "the response has no token"),
-        ([IDS, IDS | {"loss_mask": [1, 1, 1]}], "only some rows have loss_mask"),
+        ([IDS, IDS | {"loss_mask": [1, 1, 1]}], "do not all have loss_mask"),
         ([IDS, IDS, IDS | {"prompt": "2"}], r"rollouts\.jsonl:3 has 1 responses and that of .*:1 has 2"),
         ([IDS | {"group": 1}, IDS | {"group": 1, "prompt": "2"}], "different prompts"),
         (

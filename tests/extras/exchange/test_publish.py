@@ -128,7 +128,7 @@ def test_nothing_but_listed_regular_files_is_published(finished_run: Path, tmp_p
     stage = run / "stages" / "00001" / "stage.parquet"
     stage.rename(tmp_path / "moved.parquet")
     stage.symlink_to(tmp_path / "moved.parquet")
-    refuses("only regular files are, no links", publish, run, 1, tmp_path / "other", say=quiet)
+    refuses("it has to be a readable regular file, not a link", publish, run, 1, tmp_path / "other", say=quiet)
     assert not (tmp_path / "other").exists()
 
 

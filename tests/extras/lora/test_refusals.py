@@ -135,7 +135,7 @@ def cut(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (edited(lambda c: c.update(r=8)), "lora_A.weight has shape [4, 32], the model needs [8, 32]"),
+        (edited(lambda c: c.update(r=8)), "lora_A.weight has shape [4, 32], and the model needs [8, 32]"),
         (edited(lambda c: c.update(r="4")), "r = '4' and lora_alpha = 8.0 are not those of an adapter"),
         (
             edited(lambda c: c.update(use_dora=True)),
@@ -144,7 +144,7 @@ def cut(directory: Path) -> None:
         (edited(lambda c: c.update(lora_alpha=4)), "has alpha 4.0, and lora.alpha gives 8.0; set it to the adapter's"),
         (renamed, "start: qwen2 has no linear layer 'wq' that can have an adapter; name some of ['q_proj'"),
         (edited(lambda c: c.update(init_lora_weights="pissa")), "init_lora_weights = 'pissa', and only plain LoRA"),
-        (retyped, "has type I8; adapters are F32, BF16, F16"),
+        (retyped, "has type I8; save the adapter as F32 or BF16 or F16"),
         (cut, "adapter_model.safetensors is truncated or not a safetensors file"),
     ],
 )

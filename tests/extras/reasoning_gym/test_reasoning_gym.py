@@ -102,7 +102,9 @@ def test_parameters_that_explode_are_one_sentence() -> None:
 
 @pytest.mark.usefixtures("stand_in")
 def test_a_task_that_fails_on_an_entry_is_one_sentence() -> None:
-    with pytest.raises(UserError, match=r"'reasoning_gym:sums\?largest=13' refuses its parameters: no entry"):
+    with pytest.raises(
+        UserError, match=r"'reasoning_gym:sums\?largest=13': reasoning-gym fails with its parameters: no entry"
+    ):
         load("reasoning_gym:sums?largest=13", DataSection())
 
 
@@ -112,7 +114,7 @@ def test_a_task_that_fails_on_an_entry_is_one_sentence() -> None:
     [
         ("reasoning_gym:summs", "no such task; did you mean sums?"),
         ("reasoning_gym:sums?most=3", "has no parameter most: its parameters are largest, seed, size"),
-        ("reasoning_gym:sums?largest=1", "refuses its parameters: largest must be above 1"),
+        ("reasoning_gym:sums?largest=1", "reasoning-gym fails with its parameters: largest must be above 1"),
         ("reasoning_gym:sums?largest", "key=value, joined by &"),
         ("reasoning_gym:sums?size=0", "size is a whole number from 1"),
     ],

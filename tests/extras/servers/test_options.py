@@ -63,7 +63,7 @@ def test_options() -> None:
     [
         ({"rollout": {"top_k": 20}}, "servers do not say which tokens could be drawn"),
         ({"rollout": {"top_p": 0.9}}, "servers do not say which tokens could be drawn"),
-        ({"rollout": {"function": "a:b"}}, "an episode talks to its engine turn by turn"),
+        ({"rollout": {"function": "a:b"}}, "an episode has several requests"),
         ({"learner": {"routing_replay": "rollout"}}, "servers return no experts"),
     ],
 )

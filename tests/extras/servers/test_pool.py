@@ -185,7 +185,10 @@ LIES: dict[str, tuple[Fake, str]] = {
         Fake(mend=mended(lambda row: (row.pop("token_ids"), row["logprobs"].update(tokens=["a"])))),
         "no token ids",
     ),
-    "other prompt": (Fake(mend=mended(lambda row: row.update(prompt_token_ids=[9]))), "answers another prompt"),
+    "other prompt": (
+        Fake(mend=mended(lambda row: row.update(prompt_token_ids=[9]))),
+        "are not the prompt that it was sent",
+    ),
     "longer prompt": (
         Fake("sglang", mend=mended(lambda row: row["meta_info"].update(prompt_tokens=4))),
         "counts 4 tokens in a prompt of 3",
@@ -193,11 +196,26 @@ LIES: dict[str, tuple[Fake, str]] = {
     "too few": (Fake(mend=lambda body: body | {"choices": body["choices"][:1]}), "1 responses to a prompt, and 2"),
     "too many": (Fake("sglang", mend=lambda body: body * 2), "4 responses to a prompt, and 2"),
     "another model": (Fake(mend=lambda body: body | {"model": "gpt"}), "answers with another model"),
-    "infinite": (Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=[-float("inf")]))), "no sampled"),
-    "NaN": (Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=[float("nan")]))), "no sampled token"),
-    "positive": (Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=[0.5]))), "of 0.5, which no"),
-    "huge integer": (Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=[-(10**999)]))), "no sampled"),
-    "text for a number": (Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=["-1"]))), "no sampled"),
+    "infinite": (
+        Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=[-float("inf")]))),
+        "those of sampled tokens are -110 to 0",
+    ),
+    "NaN": (
+        Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=[float("nan")]))),
+        "those of sampled tokens are -110 to 0",
+    ),
+    "positive": (
+        Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=[0.5]))),
+        "of 0.5, and those of sampled",
+    ),
+    "huge integer": (
+        Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=[-(10**999)]))),
+        "those of sampled tokens are -110 to 0",
+    ),
+    "text for a number": (
+        Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=["-1"]))),
+        "those of sampled tokens are -110 to 0",
+    ),
     "no log-probabilities": (Fake(mend=mended(lambda row: row.update(logprobs=None))), "no log-probabilities"),
     "one too many": (
         Fake(mend=mended(lambda row: row["logprobs"].update(token_logprobs=[-1.0, -1.0]))),
