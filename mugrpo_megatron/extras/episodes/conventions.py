@@ -25,7 +25,8 @@ from mugrpo_megatron.rewards.callers import verdict_of
 from mugrpo_megatron.samples import Problem
 
 EpisodeFunction = Callable[[Problem, EpisodeModel], Awaitable[dict[str, Any]]]
-"""Runs one episode; the result is a JSON object: reward, why, parts and, from a function in slime's form, tokens."""
+"""Runs one episode; the result is a JSON object: `reward`, `why`, `parts`, and, from a function in slime's form,
+`tokens`, `loss_mask` and `cut`."""
 FORMS = "async (problem, model), slime's async (args, sample, sampling_params) or a class with reset, as TRL's"
 
 

@@ -1,8 +1,8 @@
 """Reads rollouts that another program wrote: rows of a file become groups of responses to one prompt.
 
 A row has a prompt (`prompt_ids`, or `prompt` as text or messages) and a response (`response_ids`, or one of
-`columns.RESPONSES` as text or messages). TRL's `log_completions` files have such rows, and `traces.py` makes such rows
-of agents' traces.
+`data.files.RESPONSES` as text or messages). TRL's `log_completions` files have such rows, and `traces.py` makes such
+rows of agents' traces.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Runs a program that a model wrote, under limits. The sandbox `namespaces` also takes network and files from it."""
+"""Runs a program that a model wrote under limits, without network and files (but see `jail_check.weakness`)."""
