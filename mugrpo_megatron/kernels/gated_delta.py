@@ -39,8 +39,9 @@ def gated_delta_rule(
     query, key, value, log_decay, beta = (
         _chunks(x, chunk) for x in (query, key, value.float(), log_decay, beta.float())
     )
-    total = log_decay.cumsum(-1)
-    later = torch.ones(chunk, chunk, dtype=torch.bool, device=total.device).triu(1)
+    later = torch.ones(chunk, chunk, dtype=torch.bool, device=log_decay.device).triu(1)
+    # torch.cumsum is not used: on CUDA it adds in no fixed order, and raises under use_deterministic_algorithms.
+    total = log_decay.unsqueeze(-2).masked_fill(later, 0).sum(-1)
     # Masked before the exponential, so that its gradient is 0: a mask after it would give infinity times 0.
     decay = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(later, float("-inf")).exp()
     weighted = key * beta.unsqueeze(-1)

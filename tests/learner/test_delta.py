@@ -23,6 +23,7 @@ from mugrpo_megatron.learner.model import policy
 from mugrpo_megatron.learner.update import update
 from mugrpo_megatron.weights.families import read_architecture
 from tests import models
+from tests.algorithm.test_policy_loss import Called
 from tests.learner.test_latent import gradients
 from tests.learner.tiny import VOCAB, advantages, recipe, samples
 from tests.ranks import run_ranks
@@ -69,6 +70,16 @@ def test_the_rule_is_that_of_a_loop_over_tokens(
     # A chunk sums logarithms of decays: where they are large, so is the rounding of the sum.
     atol = 1e-5 if decay <= 1 else 5e-4
     torch.testing.assert_close(result.double(), by_token(*arguments, log_decay, beta), atol=atol, rtol=1e-4)
+
+
+def test_the_rule_needs_no_order_that_cuda_does_not_have() -> None:
+    """As of the objectives: with deterministic algorithms torch raises for a running sum of floats on CUDA."""
+    arguments = [torch.randn(2, 70, 2, 3).requires_grad_() for _ in range(3)]
+    with Called() as called:
+        result, _ = gated_delta_rule(*arguments, -torch.rand(2, 70, 2), torch.rand(2, 70, 2))
+        result.sum().backward()
+    assert ("sum", True) in called.functions, "it sees what is called"
+    assert ("cumsum", True) not in called.functions
 
 
 @contextmanager
