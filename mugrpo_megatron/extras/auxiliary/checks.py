@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from mugrpo_megatron.checks.engines import EngineSetup, engine_problems
 from mugrpo_megatron.data.tokenizer import load_tokenizer
 from mugrpo_megatron.engine.launch import check_extra, engine_arguments
@@ -25,6 +23,7 @@ from mugrpo_megatron.files.hf_config import (
     read_model_config,
 )
 from mugrpo_megatron.files.hub import model_name
+from mugrpo_megatron.files.weight_file import open_weights
 from mugrpo_megatron.recipe import Recipe
 from mugrpo_megatron.recipe.functions import check_function
 from mugrpo_megatron.recipe.policy import AuxiliariesSection
@@ -126,10 +125,10 @@ def _check_headers(directory: Path, config: ModelConfig, where: str) -> None:
     """Raise UserError for a truncated file of weights, and if the embedding has not the config's `vocab_size` rows."""
     for path in sorted(directory.glob("*.safetensors")):
         try:
-            with safe_open(path, framework="numpy") as file:
+            with open_weights(path) as file:
                 rows = file.get_slice(EMBEDDING).get_shape()[0] if EMBEDDING in file.keys() else None  # noqa: SIM118
-        except (OSError, SafetensorError):
-            raise UserError(f"{where}: {path.name} is truncated or not a safetensors file; copy it again") from None
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
         if rows not in (None, config.get("vocab_size")):
             raise UserError(
                 f"{where}: its config has vocab_size {config.get('vocab_size')}, and {path.name} has {rows:,} rows of "

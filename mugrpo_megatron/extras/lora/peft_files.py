@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.lora.targets import DOWN, EXPERTS, GATE_UP, adapted_leaves, target_kinds
 from mugrpo_megatron.files.json_text import read_json
+from mugrpo_megatron.files.weight_file import open_weights
 from mugrpo_megatron.recipe.load import short_repr
 from mugrpo_megatron.weights.architecture import Architecture
 from mugrpo_megatron.weights.families import fingerprint
@@ -158,17 +159,12 @@ def adapter_files(
 
 def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
     """The shape of every tensor of a safetensors file, and the fingerprint in its metadata."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-            for name, header in slices.items():
-                if header.get_dtype() not in TYPES:
-                    raise UserError(
-                        f"{path}: {name} has type {header.get_dtype()}; save the adapter as {' or '.join(TYPES)}"
-                    )
-            shapes = {name: tuple(header.get_shape()) for name, header in slices.items()}
-            return shapes, (file.metadata() or {}).get("base", "")
-    except (OSError, SafetensorError):
-        raise UserError(f"{path} is truncated or not a safetensors file; copy it again") from None
+    with open_weights(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        for name, header in slices.items():
+            if header.get_dtype() not in TYPES:
+                raise UserError(
+                    f"{path}: {name} has type {header.get_dtype()}; save the adapter as {' or '.join(TYPES)}"
+                )
+        shapes = {name: tuple(header.get_shape()) for name, header in slices.items()}
+        return shapes, (file.metadata() or {}).get("base", "")
