@@ -63,9 +63,7 @@ class HFCheckpoint:
             remedy = way_out(error, "restore it, or download it again")
             raise UserError(f"{path} cannot be read ({error.strerror or error}); {remedy}") from None
         except (ValueError, LookupError, TypeError) as error:
-            raise UserError(
-                f"{path} is truncated or not a safetensors file ({error}); download it again"
-            ) from None
+            raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
         return torch.from_numpy(mapped).view(dtype).view(shape)
 
 

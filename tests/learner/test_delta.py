@@ -74,9 +74,9 @@ def test_the_rule_is_that_of_a_loop_over_tokens(
 
 def test_the_rule_needs_no_order_that_cuda_does_not_have() -> None:
     """As of the objectives: with deterministic algorithms torch raises for a running sum of floats on CUDA."""
-    arguments = [torch.randn(2, 70, 2, 3).requires_grad_() for _ in range(3)]
+    query, key, value = (torch.randn(2, 70, 2, 3).requires_grad_() for _ in range(3))
     with Called() as called:
-        result, _ = gated_delta_rule(*arguments, -torch.rand(2, 70, 2), torch.rand(2, 70, 2))
+        result, _ = gated_delta_rule(query, key, value, -torch.rand(2, 70, 2), torch.rand(2, 70, 2))
         result.sum().backward()
     assert ("sum", True) in called.functions, "it sees what is called"
     assert ("cumsum", True) not in called.functions
