@@ -419,7 +419,7 @@ def check_engine_device(setup: EngineSetup) -> None:
 
 
 def depends_on_device(setup: EngineSetup) -> bool:
-    """Whether an engine can do what the recipe asks on only one of CUDA and CPU."""
+    """Whether the recipe asks for something that an engine cannot do on CUDA, or cannot do on a CPU."""
     return any(any(gap_messages(DEVICE_GAPS, setup._replace(cuda=cuda))) for cuda in (True, False))
 
 

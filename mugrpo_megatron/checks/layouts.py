@@ -75,7 +75,7 @@ def layout_distance(first: ParallelSection, second: ParallelSection) -> float:
 
 
 def describe_layout(layout: ParallelSection) -> str:
-    """Returns the layout's sizes above 1 as recipe keys: `tensor = 2, pipeline = 4`."""
+    """Returns the layout's sizes above 1 as recipe keys, `tensor = 2, pipeline = 4`; "every size 1" if none is."""
     return ", ".join(f"{name} = {value}" for name, value in layout if value > 1) or "every size 1"
 
 

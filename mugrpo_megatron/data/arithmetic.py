@@ -20,7 +20,7 @@ Split = Literal["train", "eval"]
 GENERATED = 50_000
 """Training problems of a bundled task, more than any bundled recipe samples from one."""
 BUCKETS = 8
-"""Hash buckets of questions; a task's splits consist of whole buckets."""
+"""Number of buckets into which a hash divides the questions; a task's splits consist of whole buckets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +60,7 @@ Drawn = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A generator of problems. A hash puts each problem into a bucket, and the buckets are divided between the
-    splits."""
+    """A generator of problems, and the buckets of its splits: a hash puts each problem into one of BUCKETS buckets."""
 
     draw: Callable[[np.random.Generator], Iterator[Drawn]]
     held_out: int = 0
@@ -99,8 +98,8 @@ def demonstration(problem: Problem) -> str:
     """The response that `mugrpo sft` teaches a new model: for `arithmetic` the bare answer, for the other tasks the
     steps to the answer and a box with it.
 
-    The steps of `arithmetic_long` are running totals, those of `chain` whole equations: `37+58=95 95+91=186 ...`, as
-    are the subtractions of `euclid`.
+    The steps of `arithmetic_long` are running totals. Those of `chain` are equations, `37+58=95 95+91=186 ...`, and
+    those of `euclid` are subtractions in the same form.
     """
     if problem.source == "arithmetic":
         return problem.answer

@@ -95,7 +95,8 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     if section.strict:
         refuse_malformed(malformed)
     if not rows_read:
-        raise UserError(f"sft.train = {source}: no usable row ({len(malformed)} malformed): check the file")
+        why = f"; {len(malformed):,} rows are malformed, the first: {malformed[0]}" if malformed else ""
+        raise UserError(f"sft.train = {source} has no usable row{why}; add rows with a prompt and a response")
     if section.system_prompt:
         return [replace(row, problem=with_system(row.problem, section.system_prompt)) for row in rows_read]
     return rows_read
@@ -106,9 +107,9 @@ def sequences(
 ) -> Sequences:
     """Tokenize demonstrations: prompts as in RL, responses with the end-of-sequence token.
 
-    Leaves out a demonstration whose prompt is longer than `data.max_prompt_tokens`, or whose response is longer than
-    `max_response_tokens`; UserError when none is left, and with `data.strict` when the template cannot write a
-    response.
+    Leaves out a demonstration whose prompt is empty or longer than `data.max_prompt_tokens`, or whose response is
+    longer than `max_response_tokens`. A response that the template cannot write is left out with a note. Raises
+    UserError when no demonstration is left, and with `data.strict` for a response that the template cannot write.
     """
     template = template_of(section)
     fitting = Sequences()
@@ -133,8 +134,8 @@ def sequences(
         refuse_malformed(refused)
     if not fitting.pairs:
         raise UserError(
-            f"all {too_long:,} rows are longer than data.max_prompt_tokens = {section.max_prompt_tokens} or "
-            f"rollout.max_response_tokens = {max_response_tokens}: raise the one that they exceed"
+            f"no row is left: {too_long:,} are longer than data.max_prompt_tokens = {section.max_prompt_tokens} or "
+            f"rollout.max_response_tokens = {max_response_tokens}; raise the limit that they exceed"
         )
     shown = partial(rendered, tokenizer=tokenizer, style=section.prompt_style, template=template)
     notes = [*_columns_read(examples), *unread_fields([example.problem for example in examples], shown)]
@@ -143,7 +144,8 @@ def sequences(
 
 
 def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> list[Demonstration]:
-    """The responses in a row: one, or each assistant's message of a list, with the messages before it as its prompt."""
+    """The demonstrations in a row: one for each response. If the responses are messages of the assistant in a list, the
+    messages before a response belong to its prompt. ValueError for a malformed row."""
     if isinstance(row, str):
         raise ValueError(row)
     columns = _columns(row)
@@ -158,8 +160,8 @@ def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> 
     elif isinstance(said, list):
         asked, turns = messages_to_render(problem), messages_of(said)
         if not turns or turns[-1]["role"] != "assistant":
-            last = turns[-1]["role"] if turns else None
-            raise ValueError(f"field {columns.answer!r} ends with a message of {last!r}, not the assistant's")
+            last = f"ends with a message of {turns[-1]['role']!r}" if turns else "is an empty list"
+            raise ValueError(f"field {columns.answer!r} {last}, and its last message must be the assistant's")
         for index, turn in enumerate(turns):
             if turn["role"] == "assistant":
                 earlier = replace(problem, messages=(*asked, *turns[:index])) if index else problem
@@ -175,8 +177,8 @@ def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> 
 
 
 def _weighed(problem: Problem, chat: list[Any]) -> list[Demonstration]:
-    """The demonstrations of a chat with weights: each assistant's message whose weight is not 0, after those before
-    it."""
+    """The demonstrations of a chat with weights: each message of the assistant whose weight is not 0 is a response to
+    the messages before it. ValueError for a weight other than 0 and 1, and if all weights are 0."""
     turns = messages_of(chat)
     if odd := [turn[WEIGHT] for turn in turns if turn.get(WEIGHT, 1) not in (0, 1)]:
         raise ValueError(f"a message has the weight {odd[0]!r}: only 0 (not learnt) and 1 (learnt) are possible")
@@ -193,7 +195,8 @@ def _weighed(problem: Problem, chat: list[Any]) -> list[Demonstration]:
 
 
 def _columns_read(examples: list[Demonstration]) -> list[str]:
-    """A sentence for each column that responses were taken from although the rows also have a column of `TRACES`."""
+    """A sentence for each column of solutions that responses were taken from, although the same rows have a model's
+    response in a column of `TRACES`."""
     counts = Counter((example.column, example.unread) for example in examples if example.unread)
     return [
         f"{count:,} responses are read from {column!r}; these rows also have {unread!r}, which is not read: rename it "

@@ -44,9 +44,9 @@ def _parsed(tool: Any) -> Any:
 
 
 def spoken_message(value: Any) -> Message | None:
-    """The message in a list of one, if it is the assistant's and has one of the fields `SPOKEN`; else None.
+    """Returns the message if `value` is a list of one, which is the assistant's and has one of the fields `SPOKEN`.
 
-    Raises ValueError for a malformed message.
+    Returns None for any other value, and raises ValueError for a malformed message.
     """
     if not isinstance(value, list) or len(value) != 1:
         return None
@@ -60,8 +60,8 @@ def in_accepted_form(render: Callable[[list[dict[str, Any]]], str], messages: li
     The messages are tried as they are first; then with calls' arguments as JSON text, with empty text for null content,
     with both changes, and with each content as a list of parts. Most templates write arguments with `tojson`, but
     DeepSeek-V3's adds them to a text; some take no null content. A form also counts as refused if the longest word of
-    the last user's message is not in the result, as with a pointer of Git LFS in the place of a template. Raises the
-    first form's error if all are refused.
+    the last user message is not in the result, as when the template's file is a pointer of Git LFS. If all forms are
+    refused, raises the error of the first.
     """
     # Forms that keep `content: null` come before those with empty text: some templates show tool calls only if the
     # content is null.
@@ -133,7 +133,7 @@ def unread_fields(problems: Sequence[Problem], rendered: Callable[[Problem], str
 def _differs(rendered: Callable[[Problem], str], rest: Problem, prompt: str) -> bool:
     try:
         return rendered(rest) != prompt
-    except UserError:  # the template fails without the field, so it reads it
+    except UserError:  # the template fails without the field, so it uses the field
         return True
 
 

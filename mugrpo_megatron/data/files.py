@@ -89,7 +89,7 @@ def names_alike(path: Path) -> list[Path]:
         missing = missing.parent
     try:
         names = sorted(os.listdir(missing.parent))
-    except OSError:  # it is a file, or a directory that this user may not read
+    except OSError:  # the parent is a file, or a directory that this user may not read
         return []
     spelled = {name.lower(): name for name in names} | {Path(name).stem.lower(): name for name in names}
     alike = difflib.get_close_matches(missing.name.lower(), spelled, n=MOST_ALIKE, cutoff=ALIKE)
@@ -115,7 +115,8 @@ def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] 
             if len(names) == 1 and (other := next((sign for sign in ",;\t|" if sign in names[0]), "")):
                 raise UserError(f"{path}:1: {other!r} separates the columns: write the file again with {delimiter!r}")
             if len(set(names)) < len(names):
-                raise UserError(f"{path}:1: two columns have one name; rename one of them")
+                twice = next(name for name in names if names.count(name) > 1)
+                raise UserError(f"{path}:1: two columns have one name, {twice!r}; rename one of them")
             for row in reader:
                 if None in row:
                     yield reader.line_num, "has more fields than the first line has names"
@@ -144,8 +145,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 
 def _object(row: Any) -> dict[str, Any] | str:
-    """The row as an object. A row that is a list of turns, as in Open-Reasoner-Zero, becomes an object with a chat; for
-    any other row, the reason why it is malformed."""
+    """The row as an object; if it is malformed, the reason as text. A row that is a list of turns, as in
+    Open-Reasoner-Zero, becomes an object with a chat."""
     if isinstance(row, dict):
         return row
     if isinstance(row, list) and row and all(isinstance(turn, dict) and turn.keys() & {"from", "role"} for turn in row):
@@ -178,14 +179,14 @@ def _python_rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands for a value that Python cannot hold. It makes a row malformed only as its question or its gold."""
+    """Stands for a value that Python cannot hold. It makes a row malformed only if it is the question or the gold."""
 
     reason: str
 
 
 def _value(scalar: pa.Scalar) -> Any:
-    """The value of one cell as Python has it; a time without a Python type (nanoseconds, years after 9999) becomes
-    text."""
+    """The value of one field as Python has it. A time without a Python type (nanoseconds, years after 9999) becomes
+    text, and a value that has no text either becomes `Unreadable`."""
     try:
         return scalar.as_py()
     except (ValueError, OverflowError, pa.ArrowException) as error:
@@ -275,14 +276,14 @@ def gold_column(row: dict[str, Any], any_gold: bool) -> str:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a column holds nothing: null, blank text, or an empty list."""
+    """Whether a value counts as nothing: null, blank text, an empty list or an empty object."""
     return value is None or value in ([], {}) or (isinstance(value, str) and not value.strip())
 
 
 def null_columns(row: dict[str, Any]) -> ColumnPaths | None:
-    """The columns that `recognised` would find if null counted as a value.
+    """The columns with the usual names of a question and a gold, even if they hold null.
 
-    None unless the row has a column of a question and one of a gold.
+    None unless the row has both.
     """
     question = next((name for name in QUESTIONS if has(row, name)), None)
     question = question or next((name for name in QUESTIONS if name in row), None)
@@ -396,7 +397,7 @@ SPEAKERS = {
 
 
 def _with_role(message: Any) -> Any:
-    """A turn of ShareGPT (`from`, `value`) as a message (`role`, `content`); other messages unchanged."""
+    """A turn of ShareGPT (`from`, `value`) as a message (`role`, `content`); any other value unchanged."""
     if not isinstance(message, dict) or message.get("role") is not None or message.get("from") not in SPEAKERS:
         return message
     others = {key: value for key, value in message.items() if key not in ("role", "from", "value")}

@@ -60,11 +60,11 @@ def words(text: str) -> tuple[str, ...]:
 
 
 def without_duplicates(problems: Sequence[Problem]) -> tuple[list[Problem], list[str]]:
-    """Keep the first of equal questions; also return a sentence for each copy whose answer differs from that of the
+    """Keep the first of equal problems; also return a sentence for each copy whose answer differs from that of the
     problem that is kept.
 
-    Two problems are copies if they have the same `words` and the same answer, or the same text up to case and spaces;
-    the fields that a chat template may use must also be equal.
+    Two problems are copies if they have the same `words`, and also the same answer or the same text up to case, spaces
+    and punctuation at the end. The fields that a chat template may use must be equal too.
     """
     # Equal words alone do not make a copy: `5!` and `5`, or `f'(x)` and `f(x)`, have equal words and different answers.
     alike: dict[tuple[str, ...], list[Problem]] = defaultdict(list)
@@ -90,7 +90,7 @@ def _is_copy(problem: Problem, other: Problem) -> bool:
 
 
 def _fields(problem: Problem) -> list[dict[str, object]]:
-    """The fields of each message besides role and content; messages without any are left out."""
+    """The fields of each message besides role and content; a message without such fields is left out."""
     fields = [{k: v for k, v in m.items() if k not in ("role", "content")} for m in problem.messages]
     return [entry for entry in fields if entry]
 
@@ -131,7 +131,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """Usable problems, and notes on those left out."""
+    """Usable problems, and notes about rows and problems that are left out."""
 
     train: list[Problem]
     held_out: list[Problem]
@@ -154,7 +154,7 @@ def prepare(
 ) -> PreparedData:
     """Render training and held-out problems as prompts; the problems are read first unless they are given.
 
-    Raises UserError for unusable data, and with `data.strict` for any unusable row or gold.
+    Raises UserError for data without usable problems, and with `data.strict` for any unusable row or gold.
     """
     problems = problems or read_problems(data, reward)
     notes = list(problems.notes)
@@ -178,7 +178,7 @@ def read_problems(data: DataSection, reward: RewardSection) -> Problems:
     """Read, check and clean the problems; imports no tokenizer, and not the parser with which the verifier compares
     answers.
 
-    Raises UserError for unusable data, and with `data.strict` for any malformed row or unverifiable gold.
+    Raises UserError for data without usable problems, and with `data.strict` for any malformed row or unusable gold.
     """
     notes: list[str] = []
     held_out = held_out_problems(data.eval, data, reward, notes)
@@ -277,10 +277,11 @@ def within_pass_rate(problems: list[Problem], bounds: tuple[float, float], notes
     if bounds == (0.0, 1.0):
         return problems
     for problem in problems:
-        rate = problem.row.get("pass_rate", "nothing")
+        rate = problem.row.get("pass_rate", "missing")
         if not isinstance(rate, int | float | None):
+            found = f"has {rate!r}" if "pass_rate" in problem.row else "is missing"
             raise UserError(
-                f"{problem.id}: data.pass_rate needs a number or null in the column pass_rate, which has {rate!r}; "
+                f"{problem.id}: data.pass_rate needs a number or null in the column pass_rate, which {found}; "
                 "`mugrpo rollouts RUN_DIR --by problem --json` writes rows with it"
             )
     rates = [-1.0 if problem.row["pass_rate"] is None else problem.row["pass_rate"] for problem in problems]
@@ -300,10 +301,10 @@ def _uncontaminated(train: list[Problem], held_out: list[Problem], drop: bool, n
     overlaps = contamination(train, held_out)
     if overlaps:
         notes.append(
-            f"{len(overlaps)} training problems share half of their wording with a held-out problem: "
+            f"{len(overlaps)} training problems contain half or more of a held-out problem's wording: "
             + ("left out" if drop else "kept; data.contamination=drop leaves them out")
         )
-        notes += _few([f"{c.train.id} is {c.overlap:.0%} of {c.held_out.id}" for c in overlaps])
+        notes += _few([f"{c.train.id} contains {c.overlap:.0%} of {c.held_out.id}" for c in overlaps])
     if not drop:
         return train
     contaminated = {entry.train.id for entry in overlaps}
@@ -316,17 +317,18 @@ def _few(sentences: list[str]) -> list[str]:
 
 
 def problem_at(seed: int, n_problems: int, position: int) -> int:
-    """The index of the problem at `position` of the endless stream of prompts: each pass is a new permutation of all
-    problems.
+    """The index of the problem at `position` of the endless stream of prompts, in which each pass is a new permutation
+    of all problems.
 
-    It depends on nothing but the arguments, so a resumed run needs no state.
+    The index depends on nothing but the arguments, so a resumed run needs no state.
     """
     epoch, index = divmod(position, n_problems)
     return int(_permutation(seed, n_problems, epoch)[index])
 
 
 def update_at(seed: int, stage: int, updates: int, age: int) -> int:
-    """The index of the update to take after `age` updates of a stage: in order in the first epoch, then permuted."""
+    """The index of the update to take after `age` updates on a stage: in order in the first epoch, permuted in each
+    later one."""
     # Updates are permuted as a whole, and groups stay in their updates. So an update is always one row group of the
     # stage's file, and of each file with its log-probabilities under another policy.
     epoch, index = divmod(age, updates)

@@ -19,12 +19,13 @@ _BLANK = re.compile(r"\\[nrt](?![A-Za-z])")
 
 
 def printed_list(text: str) -> list[str] | None:
-    r"""The elements of a list of quoted texts and numbers that was printed by Python or NumPy; None for other text.
+    r"""The elements of a list of quoted texts, or of quoted texts and numbers, as Python or NumPy prints it. None for
+    any other text.
 
-    Commas separate them, or blanks, as NumPy prints. A tuple, a set, an array, and a list whose only element is a list
-    are read the same way.
-    An element whose backslashes are all doubled is a Python literal. Otherwise `\f` and `\t` are not control
-    characters but the beginning of `\frac` and `\theta`, and every backslash stays.
+    Commas separate the elements, or blanks, as NumPy prints. A tuple, a set, an array, and a list whose only element is
+    a list are read the same way. An element whose backslashes are all doubled is read as a Python literal. In any other
+    element `\frac` and `\theta` keep their backslash: only `\uXXXX` and `\xXX` become characters, and `\n`, `\r` and
+    `\t` that are not followed by a letter become blanks.
     """
     text = text.strip()
     text = array[1].strip() if (array := _ARRAY.fullmatch(text)) else text
@@ -58,8 +59,8 @@ LISTS = ("tools", "tool_calls")
 def with_parsed_texts(row: dict[str, Any]) -> dict[str, Any]:
     """The row with each chat, object or list of tools that a column holds as text replaced by its value.
 
-    The text may be JSON, or what Python prints. Raises ValueError for a text that begins like one of them and cannot be
-    read.
+    The text may be JSON, or what Python prints. Raises ValueError for a text that begins like a chat, an object or a
+    list of tools and cannot be read.
     """
     texts = {name: row[name] for name in (*STRUCTURES, *OBJECTS, *LISTS) if isinstance(row.get(name), str)}
     values = {name: parsed_text(name, text) for name, text in texts.items()}

@@ -1,4 +1,4 @@
-"""Loads problems from bundled tasks, files and the hub; errors name every malformed row by file and line."""
+"""Loads problems from bundled tasks, files and the hub; errors name malformed rows by file and line."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from mugrpo_megatron.samples import Problem
 
 
 def generated_sets(sources: str) -> set[str]:
-    """The names of the generated sets among the comma-separated sources; their splits are disjoint."""
+    """The names of the generated sets among the comma-separated sources: bundled tasks and sets of Reasoning Gym. The
+    training and the held-out problems of a generated set are disjoint."""
     return {name for name, source in named_sources(sources).items() if source in TASKS or source.startswith(GYM)}
 
 
@@ -77,7 +78,8 @@ def check_sets(section: EvalSection, known: Set[str], key: str = "data.eval") ->
     unknown = sorted(section.sets.keys() - known)
     if unknown:
         raise UserError(
-            f"[eval.sets.{unknown[0]}] names no held-out set: those in {key} are {', '.join(sorted(known)) or 'none'}"
+            f"[eval.sets.{unknown[0]}] names no held-out set: rename or remove the section; the sets in {key} are "
+            f"{', '.join(sorted(known)) or 'none'}"
         )
 
 
@@ -108,7 +110,7 @@ PARQUET_BRANCH = "refs/convert/parquet"
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """The place of a named data set on the hub, and its columns and splits."""
+    """A data set of the hub that has a short name here: its repository, columns and splits."""
 
     repository: str
     columns: ColumnPaths = PLAIN
@@ -148,7 +150,8 @@ PRESETS: dict[str, Preset] = {
 
 
 def download(repository: str, config: str, split: str) -> list[Path]:
-    """The Parquet files of a split, from the local cache or downloaded; UserError when they cannot be had."""
+    """The Parquet files of a split, from the local cache or downloaded; UserError when there are none or the download
+    fails."""
     name = f"{repository} ({config}, {split})"
     pattern = f"{config}/{split}/*.parquet"
     try:
@@ -242,7 +245,8 @@ def load(
             )
         if not read.problems and not (read.malformed and section.strict):
             raise UserError(
-                f"data source {named!r} holds no usable problem ({len(read.malformed)} malformed rows): check it"
+                f"data source {named!r} holds no usable problem, and {len(read.malformed)} malformed rows: add rows "
+                "with a question and an answer; data.strict=true says what is wrong with malformed ones"
             )
         result.problems.extend(read.problems)
         result.malformed.extend(read.malformed)
@@ -267,8 +271,8 @@ def load(
 
 
 def refuse_malformed(rows: Sequence[str]) -> None:
-    """Raise UserError if there are malformed rows; it has the first sentences about them and the number of the
-    others."""
+    """Raise UserError if there are malformed rows. `rows` has a sentence for each; the error has the first of them, and
+    counts the others."""
     if rows:
         hidden = len(rows) - MOST_NAMED_ROWS
         named = "; ".join(rows[:MOST_NAMED_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")
@@ -276,7 +280,8 @@ def refuse_malformed(rows: Sequence[str]) -> None:
 
 
 def absent(source: str) -> list[str]:
-    """The data sets of the hub among the comma-separated sources; they may not be on this machine.
+    """The names of the hub's data sets among the comma-separated sources; whether they are on this machine is not
+    checked.
 
     Raises UserError for a source that is neither a task, a file nor a name on the hub, and for a missing file.
     """
@@ -285,13 +290,13 @@ def absent(source: str) -> list[str]:
 
 
 def check_files(source: str) -> None:
-    """Raise UserError for a source, of those separated by commas, that is a missing file or not a source at all."""
+    """Raise UserError if one of the comma-separated sources is a missing file, or no source at all."""
     for file in filter(None, _files_of(source).values()):
         check_file(file)
 
 
 def _files_of(source: str) -> dict[str, Path | None]:
-    """Each source that is not generated -> its file; None for a data set of the hub."""
+    """Source -> its file, or None for a data set of the hub; generated sets are left out. UserError as in `absent`."""
     files = {}
     for name in filter(None, map(str.strip, source.split(","))):
         if name in arithmetic.TASKS:

@@ -86,8 +86,8 @@ def quoted(prompt: str) -> str:
 
 
 def template_of(section: DataSection) -> Template:
-    """The template that `data.chat_template`, `template_arguments` and `question_template` set; UserError if
-    unreadable."""
+    """The template that `data.chat_template`, `template_arguments` and `question_template` set; UserError if the chat
+    template's file cannot be read."""
     if (path := section.chat_template) is None:
         return Template(None, section.template_arguments, section.question_template)
     try:
@@ -199,7 +199,8 @@ def render_reply(
 
 
 def _styled(problem: Problem, style: str, template: Template) -> str:
-    """The prompt of a style that is a fixed text around the question, so not of `chat`."""
+    """The prompt in a style of `STYLES`, each a fixed text around the question. UserError for a chat of several
+    messages."""
     check_style(style)
     if len(problem.messages) > 1:
         raise UserError(
@@ -246,7 +247,7 @@ def apply_template(
 ) -> str:
     """A chat as the template writes it, with quoted special tokens marked for `encode_quoting`.
 
-    Of arguments with one name, those in `arguments` win over the template's own.
+    An argument in `arguments` replaces one of the same name in `template`.
     """
     return str(
         tokenizer.apply_chat_template(
@@ -269,9 +270,9 @@ def without_template() -> UserError:
 
 @contextmanager
 def refusals(problem: Problem, template: Template) -> Iterator[None]:
-    """Convert errors of a chat template in the block to UserErrors, and limit its time and memory.
+    """Convert errors of a chat template that the block renders to UserErrors, and limit the block's time and memory.
 
-    The errors name the template's file, if there is one.
+    The errors name the file of `data.chat_template`, if the template is from there.
     """
     named = f"data.chat_template = {template.path}" if template.path else "the tokenizer's chat template"
     try:
@@ -279,7 +280,8 @@ def refusals(problem: Problem, template: Template) -> Iterator[None]:
             yield
     except TemplateSyntaxError as error:
         raise UserError(f"{named}, line {error.lineno}: {error.message}; correct the template") from None
-    # A template is a program and may raise anything; many raise unless user and assistant alternate.
+    # Every exception is caught, since a template is a program: many raise an error of their own unless user and
+    # assistant alternate.
     except (Exception, TookTooLong) as error:
         why, file = str(error) or type(error).__name__, f" ({named})" if template.path else ""
         raise UserError(

@@ -78,7 +78,7 @@ def _marked(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str]:
 
 
 def any_of(texts: Collection[str], depth: int = MOST_BRANCHES) -> str:
-    """A regular expression that matches the longest of `texts` at a place; without texts it never matches.
+    """A regular expression that matches the longest of `texts` at a position; without texts it never matches.
 
     In it, texts that begin alike share a branch, down to `depth` levels. A plain list of alternatives would try each
     text at each `<`, and a tokenizer may have a thousand control tokens: a million `<` would take seconds.

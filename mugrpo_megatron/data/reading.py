@@ -48,11 +48,11 @@ _LOST_BACKSLASH = re.compile(
 def columns_of(
     row: dict[str, Any], readings: Sequence[ColumnPaths], recognises: bool, any_gold: bool
 ) -> tuple[ColumnPaths, bool]:
-    """Choose the columns of a row: the first of `readings` that it has, else columns that are recognised by their
-    names.
+    """Choose the columns of question and gold in a row: the first of `readings` that the row has; else, with
+    `recognises`, columns with usual names.
 
-    The second value is whether they were recognised. If only columns that hold null have usual names, those columns are
-    returned, so that the error is about the null.
+    The second value is whether they were recognised by their names. If the row has such columns, but with null, they
+    are returned, so that the error is about the null. If nothing fits, the first of `readings` is returned.
     """
     for columns in readings:
         if _filled(row, columns.question) and _filled(row, columns.answer):
@@ -103,8 +103,8 @@ def problem_of(
 ) -> Problem:
     """Convert a row to a problem; ValueError with the reason for a malformed row.
 
-    With `any_gold` the gold may be any JSON value, or missing if `columns` say so. Otherwise it must be an answer that
-    `math` can verify: text, a number, or a list of them.
+    With `any_gold` the gold may be any JSON value, or missing if `columns` has NO_GOLD. Otherwise it must be an answer
+    that `math` can verify: text, a number, or a list of texts and numbers.
     """
     cell = _found(row, columns.question)
     cell = _only_text(cell, columns.question) if isinstance(cell, list) else _scalar(cell, columns.question)
@@ -172,10 +172,10 @@ def final_answer(text: str) -> str:
 
 
 def verifiable_answer(gold: Any, path: str) -> str:
-    """The gold answer for `math` from the field `path`: text, a number, or a list of them, which may be printed as
-    text.
+    """The answer for `math` in `gold`, the value of the field `path`: text, a number, or a list of texts and numbers,
+    which may be printed as text. The answers of a list are joined by commas.
 
-    Raises ValueError for other values, and if there is no answer in it.
+    Raises ValueError for another value, and for a gold without an answer.
     """
     gold = printed_list(gold) or gold if isinstance(gold, str) else gold
     answers = gold if isinstance(gold, list) else [gold]
@@ -186,7 +186,7 @@ def _verifiable(gold: str, path: str) -> str:
     if not gold.strip():
         raise ValueError(f"field {path!r} is empty")
     if not (answer := final_answer(gold)):
-        raise ValueError(f"field {path!r} holds no answer")
+        raise ValueError(f"field {path!r} holds no answer: nothing follows its last ####, or its last box is empty")
     if lost := _LOST_BACKSLASH.search(gold):
         raise ValueError(
             f"field {path!r} holds the control character {lost[0]!r} where LaTeX has a command: the file writes one "
@@ -239,7 +239,8 @@ _GOLD_WORDS = (
 
 
 def _hint(row: dict[str, Any]) -> str:
-    """Advice on the recipe keys that read this row, if its columns have names of other published sets; else ""."""
+    """Advice on the recipe keys with which this row can be read, if its columns have names that published sets use for
+    questions and golds; else ""."""
     question, gold = _named_like(row, _QUESTION_WORDS), _named_like(row, _GOLD_WORDS)
     if not question or not gold or question == gold:
         return ""

@@ -59,7 +59,7 @@ def load_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
                 )
     if tokenizer.eos_token_id is None:
         raise UserError(
-            f"the tokenizer of {directory} has no end-of-sequence token: add eos_token to its configuration"
+            f"the tokenizer of {directory} has no end-of-sequence token: add eos_token to its tokenizer_config.json"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -109,7 +109,8 @@ def prompt_end(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
 def without_repetition(response: str, prompt: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """A response to imitate, without the end-of-sequence token and without a beginning that the prompt already has.
 
-    Some data sets repeat the prompt's last line, or the tag of the thought that it opens. `prompt` needs only its end.
+    Some data sets repeat the prompt's last line, or the tag of the thought that the prompt opens. Of `prompt` only the
+    end is used (`prompt_end`).
     """
     ends = {str(tokenizer.eos_token), *END_TOKENS.intersection(tokenizer.get_added_vocab())}
     while end := next(filter(response.rstrip().endswith, ends), ""):

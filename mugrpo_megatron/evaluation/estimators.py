@@ -59,8 +59,8 @@ def clustered_interval(per_problem: Sequence[float], samples: int = 1) -> Interv
 
     It is a Wilson score interval at the effective sample size p(1-p)/v, where v is the variance of the mean between
     problems (Dean & Pagano 2015, the modified Wilson interval). With one sample for each problem it is Wilson's own
-    interval. The effective size is at most problems * samples. If all values are 0 or all are 1 it is the number of
-    problems, so that the interval has a width there too. Raises ValueError without problems.
+    interval. The effective size is at most problems * samples. If all values are 0 or all are 1, p(1-p)/v is 0/0, and
+    the number of problems is taken instead. Raises ValueError without problems.
     """
     if not len(per_problem):
         raise ValueError("an interval needs at least one problem")
@@ -96,14 +96,15 @@ def mean_interval(per_problem: Sequence[float]) -> Interval:
 
 
 def macro_average(intervals: Sequence[Interval]) -> Interval:
-    """Unweighted mean over independent data sets, with an interval from theirs (MOVER, Zou & Donner 2008, eq. 3)."""
+    """Unweighted mean over independent data sets, with an interval that follows from the sets' intervals (MOVER, Zou &
+    Donner 2008, eq. 3). Raises ValueError without data sets."""
     if not intervals:
         raise ValueError("an average needs at least one data set")
     sets = len(intervals)
     value = sum(i.value for i in intervals) / sets
     below = math.hypot(*(i.value - i.low for i in intervals)) / sets
     above = math.hypot(*(i.high - i.value for i in intervals)) / sets
-    # Rounding must not carry the interval of a single set beyond its ends.
+    # Otherwise, by rounding, the interval over a single set could be wider than that set's own.
     low, high = (sum(ends) / sets for ends in zip(*((i.low, i.high) for i in intervals), strict=True))
     return Interval(value, max(low, value - below), min(high, value + above))
 

@@ -41,8 +41,8 @@ class ScoredGroup:
 
     @property
     def episodes(self) -> ScoredGroup:
-        """The group with one response for each episode, the one that has the episode's score. Responses without an
-        episode stay."""
+        """The group with one response for each episode: the first of the responses that share the episode's score.
+        Responses without an episode stay."""
         rows = zip(self.responses, self.texts, self.scores, strict=True)
         scored = [row for row in rows if not (row[0].episode and row[0].episode.scored_with_previous)]
         responses, texts, scores = (list(column) for column in zip(*scored, strict=True))
@@ -50,7 +50,7 @@ class ScoredGroup:
 
 
 POLL_S = 0.2
-"""While scores are awaited, the run checks every so many seconds whether it was asked to stop."""
+"""Seconds between two checks, while scores are awaited, whether the run was asked to stop."""
 EPISODE = "episode."
 """Prefix of an episode's numbers among a score's components."""
 
@@ -84,7 +84,8 @@ class Scorer:
     def _texts_to_score(
         self, responses: list[Response], texts: list[str], ids: list[list[int]]
     ) -> tuple[list[str], list[list[int]]]:
-        """Returns texts and token ids for the verifier: whole responses, and of an episode its answer or its last turn.
+        """Returns the texts and token ids that the verifier scores: whole responses, and for an episode its answer or,
+        without an answer, its last turn.
 
         An episode that already has its score is left out.
         """
@@ -222,8 +223,8 @@ def measure_of(section: RewardSection) -> Measure:
     """The name of the mean: `accuracy` if the verifier decides right or wrong, `reward` if a user's function gives a
     number.
 
-    It depends on the function, not on the rewards that it returned, so a run's figures keep one name. Overlong
-    penalties apply to training only.
+    The name depends on the function, not on the rewards that it returned, so a run's figures keep one name. Overlong
+    penalties do not change it, since they apply to training only.
     """
     return "accuracy" if section.is_right_or_wrong else "reward"
 
@@ -236,8 +237,8 @@ def mean_at_k(rewards: Sequence[Sequence[float]], measure: Measure) -> Interval:
 
 
 def summarize(name: str, results: Sequence[ProblemResult], measure: Measure) -> Summary:
-    """Summarize the results of one data set. Each problem has equally many responses; a reward of 1 or more is a
-    pass."""
+    """Summarize the results of one data set, in which all problems have the same number of responses. For pass@k, a
+    response passes with a reward of 1 or more."""
     samples = len(results[0].rewards)
     passes = {}
     k = 1

@@ -68,7 +68,7 @@ def test_rows_that_are_too_long_are_counted(tmp_path: Path) -> None:
     read = sequences(found, TOKENIZER, section, 100)
     assert (len(read.pairs), read.too_long) == (1, 1)
     assert sequences(found, TOKENIZER, DataSection(prompt_style="plain"), 3).too_long == 1
-    with pytest.raises(UserError, match="all 2 rows are longer"):
+    with pytest.raises(UserError, match="no row is left: 2 are longer"):
         sequences(found, TOKENIZER, section, 2)
 
 
@@ -93,7 +93,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "object": ({"prompt": "x", "response": {"a": 1}}, "field 'response' holds an object"),
     "of the user": ({"prompt": "x", "response": [USER]}, "ends with a message of 'user'"),
     "several": ({"prompt": "x", "completion": [SAID, USER]}, "field 'completion' ends with a message of 'user'"),
-    "empty": ({"prompt": "x", "response": []}, "ends with a message of None"),
+    "empty": ({"prompt": "x", "response": []}, "field 'response' is an empty list"),
     "no message": ({"prompt": "x", "response": ["x", 3]}, "message 1 has no role"),
 }  # fmt: skip
 

@@ -57,8 +57,8 @@ def test_what_is_left_out_is_noted(tmp_path: Path) -> None:
         "train.jsonl:4: the answer '$ $' does not verify against itself",
         "train.jsonl:2: same question as",
         "1 training problems repeat another one's question",
-        "1 training problems share half of their wording with a held-out problem: left out",
-        "train.jsonl:3 is 100% of",
+        "1 training problems contain half or more of a held-out problem's wording: left out",
+        "train.jsonl:3 contains 100% of",
         "1 training prompts are longer",
     ):
         assert expected in told
@@ -68,7 +68,7 @@ def test_contamination_is_reported_and_kept_by_default(tmp_path: Path) -> None:
     path = write(tmp_path / "same.jsonl", [("held out", "1"), ("other", "2")])
     made = prepare(DataSection(train=path, eval=path), REWARD, TOKENIZER)
     assert len(made.train.problems) == 2
-    assert made.notes[0].startswith("2 training problems share half of their wording")
+    assert made.notes[0].startswith("2 training problems contain half or more of a held-out")
 
 
 @pytest.mark.process
