@@ -32,8 +32,8 @@ class SavedCursor(TypedDict):
     """`Cursor.repeated`: updates that used no new responses. Absent in checkpoints from before `schedule.epochs`, where
     it is 0."""
     nats: NotRequired[Annotated[float, Field(ge=0, allow_inf_nan=False)]]
-    """`Cursor.nats`: how far the policy has moved in this stage. Absent in checkpoints from before `schedule.max_kl`,
-    where it is 0."""
+    """`Cursor.nats`: how far the policy has moved in this stage, in nats a response. Absent in checkpoints from before
+    `schedule.max_kl`, where it is 0."""
 
 
 @with_config(ConfigDict(strict=True))
@@ -54,13 +54,17 @@ SAVED, CURSOR = TypeAdapter(Saved), TypeAdapter(SavedCursor)
 
 
 def file_checksums(directory: Path, rank: int, world: int) -> dict[str, str]:
-    """Returns file name -> SHA-256 of the files assigned to `rank` of `world`; all ranks together cover all files."""
+    """Returns file name -> SHA-256 for this rank's share of the directory's files, without `state.json`. The shares of
+    `world` ranks cover all of them."""
     files = sorted(path for path in directory.iterdir() if path.name != STATE)
     return {path.name: digest(path).sha256 for path in files[rank::world]}
 
 
 def publish(partial: Path, directory: Path, state: Mapping[str, Any]) -> None:
-    """Write the state, with the checksums of all ranks as `files`, and rename `partial` to `directory`, durably."""
+    """Write `state` into the finished directory `partial` and rename that to `directory`, durably.
+
+    `state["files"]` has the checksums that all ranks computed (`file_checksums`).
+    """
     files: Mapping[str, str] = state["files"]
     # On a shared file system a file may become visible late, after the ranks shared out the files: it gets its
     # checksum here, since a file without one would count as damage.
@@ -83,14 +87,16 @@ def read_state(directory: Path) -> Saved:
         raise UserError(f"{path} cannot be read ({error.strerror}); use an older checkpoint") from None
     except ValidationError as error:
         field = ".".join(map(str, error.errors()[0]["loc"])) or "state"
-        raise UserError(f"{path} is damaged: {field} is not what a checkpoint has; use an older checkpoint") from None
+        raise UserError(f"{path} is damaged: {field} is missing or wrong; use an older checkpoint") from None
     except ValueError:
         raise UserError(f"{path} is damaged: its checksum does not match; use an older checkpoint") from None
 
 
 def first_damage(directory: Path, rank: int, world: int) -> str | None:
-    """Returns a sentence about the first damage found: in the files assigned to `rank` of `world`, in the index of the
-    tensors, or in the list of checksums; None without damage."""
+    """Returns a sentence about the first damage that is found in a checkpoint; None without damage.
+
+    Checked are the state, this rank's share of the files among `world` ranks, and the index of the tensors.
+    """
     from mugrpo_megatron.files.torch_dist import INDEX, read_index  # imports torch
 
     try:

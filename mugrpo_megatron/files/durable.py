@@ -46,16 +46,17 @@ class Span:
 
 
 class NameTaken(UserError):
-    """Raised when another process has created the path meanwhile; the output stays under its temporary name."""
+    """Raised when an output must not replace a path that somebody has created meanwhile; the output stays under its
+    temporary name."""
 
 
 @contextmanager
 def durable_file(path: Path) -> Iterator[IO[bytes]]:
     """Yield a file that replaces `path` at the block's end: temporary file, fsync, rename, fsync of the directory.
 
-    Of several writers the last one wins. If `path` is a link, the link itself is replaced, since somebody else may have
-    made it; a file keeps its permissions. Raises UserError if `path` is not a regular file or cannot be written, or if
-    the disk is full.
+    If several processes write `path`, the content of the last one stays. If `path` is a link, the link itself is
+    replaced, since somebody else may have made it; a file keeps its permissions. Raises UserError if `path` is not a
+    regular file or cannot be written, or if the disk is full.
     """
     if path.exists() and not path.is_file():
         raise UserError(f"{path} exists and is not a regular file; choose another path")
@@ -63,7 +64,9 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
     try:
         file = temporary.open("xb")
     except OSError as error:
-        raise full_disk_error(error, path) or UserError(f"{path} cannot be written ({error.strerror})") from error
+        raise full_disk_error(error, path) or UserError(
+            f"{path} cannot be written ({error.strerror}); choose another path, or make its directory writable"
+        ) from error
     try:
         with file:
             if path.exists():
@@ -99,9 +102,9 @@ def open_nofollow(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
 
 
 def refuse_linked_folders(directory: Path, names: Iterable[str]) -> None:
-    """Raise UserError for a link to a directory among the folders `names`, or inside one of them.
+    """Raise UserError if one of the folders `names` in `directory` is a link to a directory, or has one directly in it.
 
-    Somebody else may have made `directory` with such a link, through which a write would land outside of it.
+    Somebody else may have made `directory` with such a link, and a write through the link would leave the directory.
     """
     for folder in (directory / name for name in names):
         for path in (folder, *sorted(folder.iterdir() if folder.is_dir() and not folder.is_symlink() else ())):
@@ -120,7 +123,9 @@ def durable_directory(path: Path, replace: bool = True) -> Iterator[Path]:
     try:
         partial.mkdir(parents=True)
     except OSError as error:
-        raise full_disk_error(error, path) or UserError(f"{path} cannot be created ({error.strerror})") from error
+        raise full_disk_error(error, path) or UserError(
+            f"{path} cannot be created ({error.strerror}); choose another path, or make its directory writable"
+        ) from error
     try:
         yield partial
         publish(partial, path, replace)
@@ -201,7 +206,8 @@ def write_checksummed_json(path: Path, name: str, body: Any, **head: Any) -> Non
 
 
 def read_checksummed_json(path: Path, name: str, **head: Any) -> Any:
-    """Returns the body that `write_checksummed_json` wrote; ValueError if checksum or `head` differ."""
+    """Returns the body that `write_checksummed_json` wrote; ValueError if the file is not JSON, or if its checksum or a
+    value of `head` differs."""
     stored = parse_json(path.read_bytes())
     try:
         if stored["sha256"] == _sum(stored[name]) and all(stored[key] == value for key, value in head.items()):
@@ -304,7 +310,8 @@ def _no_room(error: BaseException, path: Path) -> int | None:
         if number := OF_RUST.search(str(cause)):
             if int(number[1]) in NO_ROOM:
                 return int(number[1])
-        # torch.save's writer in C++ raises without errno (caffe2/serialize/inline_container.cc): ask the disk.
+        # torch.save's writer in C++ raises errors without errno (caffe2/serialize/inline_container.cc), so look at the
+        # free space and at the limit of file sizes instead.
         elif any(name in str(cause) for name in ("inline_container.cc", "iostream error")):
             if _free(path) < MIN_FREE_BYTES:
                 return errno.ENOSPC

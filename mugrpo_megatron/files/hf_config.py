@@ -1,6 +1,6 @@
 """Reads `config.json` of a Hugging Face checkpoint, with a type and a range for every field that is used.
 
-Imports neither torch nor transformers. `weights.families` decides about fields that it does not know.
+Imports neither torch nor transformers. `weights.families` decides about fields that this file does not list.
 """
 
 from __future__ import annotations
@@ -149,7 +149,8 @@ def read_config_file(path: Path) -> ModelConfig:
 
 
 def check_config(config: Any, where: str) -> ModelConfig:
-    """Returns `config` if every known field has its type and range; UserError names `where` and the wrong fields."""
+    """Returns `config` if every field of `ModelConfig` has its type and range. Otherwise raises UserError, which begins
+    with `where` and names wrong fields."""
     if not isinstance(config, dict) or "model_type" not in config:
         raise UserError(f"{where}: has no model_type, so it does not describe a model; take the config.json of a model")
     try:
@@ -157,7 +158,7 @@ def check_config(config: Any, where: str) -> ModelConfig:
     except ValidationError as error:
         problems = [_sentence(dict(details)) for details in error.errors()]
         more = f"; and {len(problems) - MAX_ERRORS} more" if len(problems) > MAX_ERRORS else ""
-        raise UserError(f"{where}: {'; '.join(problems[:MAX_ERRORS])}{more}") from None
+        raise UserError(f"{where}: {'; '.join(problems[:MAX_ERRORS])}{more}; correct this file") from None
     experts = (experts_of(config) or 1) * (config.get("num_hidden_layers") or 1)
     if experts > MOST_EXPERTS:
         raise UserError(
@@ -188,8 +189,7 @@ def has_delta(model: Mapping[str, Any]) -> bool:
 
 
 def attention_layers(model: Mapping[str, Any]) -> int:
-    """The number of layers that have full attention, whose keys and values an engine caches, in a Hugging Face
-    config."""
+    """Returns the number of layers with full attention in a Hugging Face config: those with a KV cache in an engine."""
     layers: int = model["num_hidden_layers"]
     if not has_delta(model):
         return layers
@@ -201,14 +201,15 @@ def check_weights(directory: Path, key: str) -> None:
     """Raise UserError if a checkpoint directory holds no safetensors files."""
     if not any(directory.glob("*.safetensors")):
         raise UserError(
-            f"{key} = {directory}: holds no *.safetensors weights, and no other format is loaded: convert its weights"
+            f"{key} = {directory}: holds no *.safetensors weights, and no other format is loaded: convert its weights "
+            "to safetensors"
         )
 
 
 def check_weight_files(directory: Path) -> None:
-    """Raise UserError for a file of weights that is damaged or cut short: reads the header of each.
+    """Raise UserError for a file model*.safetensors that is damaged or cut short; reads only the files' headers.
 
-    Names and shapes are compared with the config when the weights are loaded.
+    Names and shapes of tensors are compared with the config later, when the weights are loaded.
     """
     for path in sorted(directory.glob("model*.safetensors")):
         with open_weights(path):
@@ -223,7 +224,7 @@ def check_tokenizer(directory: Path) -> None:
         _check_tiktoken(directory)
     if not any((directory / name).is_file() for name in names):
         raise UserError(
-            f"{directory} holds no tokenizer (none of {', '.join(names)}): point model.path at a checkpoint"
+            f"{directory} holds no tokenizer (none of {', '.join(names)}): copy the model's tokenizer into it"
         )
 
 
@@ -231,7 +232,8 @@ def _check_tiktoken(directory: Path) -> None:
     """Raise UserError for a tokenizer without tokenizer.json that is tiktoken's, or of a class in the checkpoint's own
     code.
 
-    transformers would split text by a pattern of its own for it (TikTokenConverter), and so give other tokens.
+    Without tokenizer.json transformers splits text by a pattern of its own (TikTokenConverter), and so gives other
+    tokens.
     """
     config = directory / "tokenizer_config.json"
     auto_map = read_json(config).get("auto_map") if config.is_file() else None
@@ -239,10 +241,10 @@ def _check_tiktoken(directory: Path) -> None:
     standard = any((directory / name).is_file() for name in ("tokenizer.model", "vocab.json"))
     if any(directory.glob("*.tiktoken")) or (directory / "tiktoken.model").is_file() or (own_code and not standard):
         raise UserError(
-            f"{directory} has no tokenizer.json, and only the checkpoint's own code reads its tokenizer, which never "
-            "runs here; make the file once where you trust that code: `tokenizer = AutoTokenizer.from_pretrained("
-            "DIR, trust_remote_code=True)`, `transformers.integrations.tiktoken.convert_tiktoken_to_fast("
-            "tokenizer.model, DIR)`, with tokenizer.model its tiktoken.Encoding"
+            f"{directory} has no tokenizer.json, and only the checkpoint's own code, which never runs here, reads its "
+            "tokenizer; make the file once where you trust that code: `tokenizer = AutoTokenizer.from_pretrained("
+            "DIR, trust_remote_code=True)`, then `transformers.integrations.tiktoken.convert_tiktoken_to_fast("
+            "ENCODING, DIR)`, where ENCODING is the tokenizer's tiktoken.Encoding, often `tokenizer.model`"
         )
 
 

@@ -46,7 +46,7 @@ def snapshot(
 
 @contextmanager
 def _hub_errors_as_value_error(revision: str | None) -> Iterator[None]:
-    """Raise ValueError with the reason when the hub refuses the block's request or does not answer."""
+    """Turn errors of requests to the hub in the block into ValueErrors with the reason."""
     import httpx  # not at the top: the imports take half a second, and most models and data sets are already on disk
     from huggingface_hub import errors as hub
 
@@ -69,7 +69,8 @@ def _hub_errors_as_value_error(revision: str | None) -> Iterator[None]:
 
 
 def model_name(path: Path) -> str | None:
-    """Returns `owner/name` if a model's path can only be a name on the hub; None if it or its parent exists here."""
+    """Returns `owner/name` if a model's path can only be a name on the hub; None if it has another form, or if the path
+    or its parent exists here."""
     name = str(path)
     if not REPOSITORY.fullmatch(name) or path.exists() or path.parent.exists():
         return None
@@ -78,7 +79,7 @@ def model_name(path: Path) -> str | None:
 
 def model_config(name: str, revision: str | None) -> bytes:
     """Returns the bytes of a model's config.json; ValueError with the reason if the hub does not send it."""
-    # Not through the cache: a cache with config.json alone would look as if it held the whole model.
+    # Not by `snapshot`: a cache in which it has put config.json alone would look as if it held the whole model.
     with _hub_errors_as_value_error(revision):
         from huggingface_hub import get_session, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status

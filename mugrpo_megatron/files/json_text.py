@@ -29,7 +29,7 @@ def parse_json(text: str | bytes) -> Any:
     except RecursionError:
         raise ValueError("lists or objects are nested too deep") from None
     except ValueError as error:
-        if "integer string conversion" in str(error):  # CPython's own message advises to call a function of sys
+        if "integer string conversion" in str(error):  # CPython's own message advises a call that the user cannot make
             raise ValueError("an integer has more than 4,300 digits; write it as text") from None
         raise
     if SURROGATE.search(text):
@@ -37,17 +37,18 @@ def parse_json(text: str | bytes) -> Any:
     return value
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; UserError if it is missing, unreadable, or no JSON object."""
+def read_json(path: Path, remedy: str = "restore it from its source") -> dict[str, Any]:
+    """Returns the JSON object in a file; UserError, which ends with `remedy`, if the file is missing, unreadable, or no
+    JSON object."""
     try:
         value = parse_json(path.read_bytes())
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); {remedy}") from None
     except ValueError as error:
-        raise UserError(f"{path} is not JSON ({error})") from None
+        raise UserError(f"{path} is not JSON ({error}); {remedy}") from None
     if not isinstance(value, dict):
         kind = {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")
-        raise UserError(f"{path} holds a JSON {kind} where an object is needed")
+        raise UserError(f"{path} holds a JSON {kind} where an object is needed; {remedy}")
     return value
 
 
@@ -55,7 +56,7 @@ def to_json_value(value: Any) -> Any:
     """Returns `value` with everything that JSON lacks replaced, inside dictionaries and lists too.
 
     NaN and infinities become null, dates and times ISO 8601 text, durations seconds, decimals and UUIDs their text,
-    and bytes base64 text.
+    and bytes base64 text. Keys become text, and tuples lists. Raises TypeError for a value of any other type.
     """
     match value:
         case None | bool() | int() | str():
@@ -97,7 +98,10 @@ def file_inside(index: Path, name: Any) -> Path:
     """
     # Without this check an index from somebody else could make a command read outside its directory.
     if not is_file_name(name):
-        raise UserError(f"{index} names the file {name!r}, but only names of files beside it are allowed")
+        raise UserError(
+            f"{index} names the file {name!r}, but only names of files beside it are allowed; restore {index.name} "
+            "from its source"
+        )
     path = index.parent / str(name)
     if not path.is_file():
         raise UserError(f"{path} is missing, though {index.name} names it; restore it from its source")

@@ -28,8 +28,8 @@ manager removes the socket with its folder; a manager whose socket is gone would
 OF_MANAGERS = re.compile(r"/.+/torch-shm-dir-\w+/manager\.sock")
 """Matches the path of such a socket."""
 WITH_SHARED_MEMORY = ("engine", "weights")
-"""Kinds of scratch directories whose files SHARED_MEMORY and MANAGER are obeyed, since no program of a user or a model
-runs in these directories."""
+"""Kinds of scratch directories with which the paths in SHARED_MEMORY and MANAGER are removed. In other kinds a program
+of a user or a model may have written these files, so they are ignored."""
 SOCKET_PATH = 107
 """Most bytes of a socket's path on Linux (unix(7))."""
 SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
@@ -42,14 +42,15 @@ class Scratch:
     def __init__(self, kind: str, sweep: bool = True, parent: str | None = None) -> None:
         """Create `mugrpo-KIND-...` in `parent`, by default in the system's directory for temporary files.
 
-        With `sweep`, first remove such directories there whose owners have died. Raises OSError.
+        With `sweep`, first remove such directories there whose owners have died. Raises OSError if the directory cannot
+        be created.
         """
         if sweep:
             remove_abandoned(Path(parent or tempfile.gettempdir()))
         self.path, self._lock = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}-", dir=parent)), -1
         try:
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-            with suppress(OSError):  # the file system has no locks, so no other process can hold one either
+            with suppress(OSError):  # on a file system without locks; there `remove_abandoned` removes nothing
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             (self.path / MARK).touch()
         except OSError:
@@ -57,7 +58,7 @@ class Scratch:
             raise
 
     def remove(self) -> None:
-        """Remove the directory with all that is in it, and the shared memory that it names. Idempotent."""
+        """Remove the directory with its content, and the shared memory that it lists (SHARED_MEMORY). Idempotent."""
         _remove_with_shared_memory(self.path)
         if self._lock >= 0:
             os.close(self._lock)
@@ -108,7 +109,7 @@ def _remove_with_shared_memory(path: Path) -> None:
 
 
 def _may_name_others(path: Path) -> bool:
-    """Whether a scratch directory is of a kind that may name files elsewhere to be removed with it."""
+    """Whether a scratch directory is of a kind whose lists of other files are read, to remove these files with it."""
     return path.name.startswith(tuple(f"{PREFIX}{kind}-" for kind in WITH_SHARED_MEMORY))
 
 

@@ -36,12 +36,12 @@ DTYPES = frozenset(
         "uint8", "int8", "int16", "int32", "int64",
     }
 )  # fmt: skip
-"""Dtypes of tensors in an index, as torch names them."""
+"""Dtypes, as torch names them, that a tensor in an index may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A block of a tensor, and the range of bytes in a data file to which torch.save wrote it."""
+    """A block of a tensor, and the range of bytes in a data file to which torch.save wrote the block."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -189,7 +189,7 @@ def _chunk(key: str, shape: tuple[int, ...], chunk: ChunkStorageMetadata, blocks
             f"{key} has a chunk at {list(offsets)} that is {'outside of the tensor' if outside else 'in no file'}"
         )
     if block.transform_descriptors:
-        raise ValueError(f"{key} is stored with the transformation {block.transform_descriptors!r}")
+        raise ValueError(f"{key} is stored with the transformation {block.transform_descriptors!r}, which is not read")
     start, length = _checked((block.offset, block.length))
     return Chunk(offsets, sizes, block.relative_path, start, length)
 
@@ -232,8 +232,10 @@ class Reader:
         return cast(torch.dtype, getattr(torch, self._stored(key).dtype))
 
     def read(self, key: str, index: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns the region of `shape` that begins at 0 in the slice `index` of a stacked tensor, in its dtype, on the
-        CPU."""
+        """Returns a region of a tensor whose first axes stack smaller tensors, on the CPU, in the stored dtype.
+
+        `index` is the position on these first axes. On the others the region begins at 0 and has the sizes `shape`.
+        """
         region = torch.empty((1,) * len(index) + shape, dtype=self.dtype(key))
         self.fill(region, key, index + (0,) * len(shape))
         return region.view(shape)
@@ -284,7 +286,8 @@ class Reader:
         return self._tensors[key]
 
     def _chunks_near(self, key: str, stored: StoredTensor, rows: range) -> Iterator[Chunk]:
-        """Yields the chunks that can overlap these rows of the first axis."""
+        """Yields the chunks that can overlap these rows of the first axis: those of one such row, and all that span
+        several rows."""
         if key not in self._rows:
             # A stack of layers has thousands of chunks of one row each: without this table every read would search all.
             chunks = self._rows[key] = {}
@@ -296,7 +299,7 @@ class Reader:
     def _load(self, key: str, stored: StoredTensor, chunk: Chunk) -> torch.Tensor:
         path = self._directory / chunk.file
         try:
-            # Torch's warnings about unusual pickles are silenced.
+            # Torch may warn about an unusual pickle; what the file has to hold is checked below.
             with path.open("rb") as stream, warnings.catch_warnings(action="ignore"):
                 view = _create_file_view(stream, chunk.start, chunk.length)
                 data = torch.load(cast(IO[bytes], view), map_location="cpu", weights_only=True)

@@ -36,25 +36,27 @@ def check_vocabulary(directory: Path, vocab_size: int) -> None:
 
 
 def check_carried(directory: Path, names: Iterable[str]) -> None:
-    """Raise UserError for one of the files `names` whose content is not what its name says; missing ones are skipped.
+    """Raise UserError if one of the files `names` in `directory` is not of the kind that its suffix says
+    (`CARRIED_TEXTS`, or JSON). Names without a file are skipped.
 
-    These files are copied into the checkpoints that are written. In a directory that somebody else made, one of the
-    names may be a link to any of your files.
+    These files are copied into the checkpoints that are written. In a directory that somebody else made, a name may
+    be a link to any of your files, whose content would be copied.
     """
     for path in (directory / name for name in names if (directory / name).is_file()):
         if path.suffix == ".json":
             read_json(path)
             continue
+        is_kind, kind = CARRIED_TEXTS[path.suffix]
         try:
-            good = CARRIED_TEXTS[path.suffix](path.read_bytes())
+            good = is_kind(path.read_bytes())
         except OSError as error:
             raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
         except (ValueError, TemplateError):
             good = False
         if not good:
             raise UserError(
-                f"{path} is not what its name says, and every saved checkpoint would get a copy of it; restore it from "
-                "its source"
+                f"{path} is not {kind}, and every saved checkpoint would get a copy of it; restore the file from its "
+                "source"
             )
 
 
@@ -80,16 +82,20 @@ def _is_sentencepiece(content: bytes) -> bool:
     return (content[:1] == b"\x0a" and content[2:3] == b"\x0a") or (len(first) == 2 and first[1].isdigit())
 
 
-CARRIED_TEXTS = {".jinja": _is_template, ".txt": _is_merges, ".model": _is_sentencepiece}
-"""Suffix of a text file that is copied into written checkpoints -> function that tells whether a file's content is
-right."""
+CARRIED_TEXTS = {
+    ".jinja": (_is_template, "a chat template in Jinja"),
+    ".txt": (_is_merges, "a list of byte-pair merges"),
+    ".model": (_is_sentencepiece, "a sentencepiece model or a vocabulary of tiktoken"),
+}
+"""Suffix of a file that is copied into written checkpoints -> function that tells whether a file's content is of the
+right kind, and that kind in words."""
 
 
 def read_vocabulary(directory: Path, config: Mapping[str, Any]) -> dict[str, int]:
-    """Token -> id, from `tokenizer.json`, else from a sentencepiece `tokenizer.model` or `vocab.json`, with the added
-    tokens.
+    """Returns token -> id, added tokens included, from `tokenizer.json`, else from a sentencepiece `tokenizer.model`
+    and from `vocab.json`.
 
-    `config` is the tokenizer's. Raises UserError when one of the files is damaged.
+    `config` is the content of tokenizer_config.json. Raises UserError when one of the files is damaged.
     """
     vocabulary: dict[str, int] = {}
     if (directory / "tokenizer.json").is_file():
@@ -114,7 +120,8 @@ def read_vocabulary(directory: Path, config: Mapping[str, Any]) -> dict[str, int
 
 
 def added_tokens(directory: Path, config: Mapping[str, Any]) -> dict[int, str]:
-    """Id -> token, from `added_tokens_decoder` of tokenizer_config.json. Raises UserError if that is damaged."""
+    """Returns id -> token, from `added_tokens_decoder` in `config`, the content of tokenizer_config.json. UserError if
+    that key is damaged."""
     with unreadable_as_user_error(directory / "tokenizer_config.json", "a tokenizer's configuration"):
         added = config.get("added_tokens_decoder") or {}
         return {int(index): entry["content"] for index, entry in added.items()}

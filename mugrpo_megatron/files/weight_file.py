@@ -24,4 +24,4 @@ def open_weights(path: Path, framework: str = "numpy") -> Iterator[Any]:
     except SafetensorError as error:
         raise UserError(f"{path} is truncated or not a safetensors file ({error}); download it again") from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror or error})") from None
+        raise UserError(f"{path} cannot be read ({error.strerror or error}); check its permissions") from None

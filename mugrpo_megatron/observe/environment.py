@@ -59,7 +59,7 @@ def environment() -> dict[str, str]:
 
 
 def invocation() -> dict[str, str]:
-    """Returns host and command line of this process, and the commit of its code."""
+    """Returns host and command line of this process and the commit of its code, without what is unknown."""
     program = Path(sys.argv[0]).name
     command = shlex.join(["mugrpo" if program == "__main__.py" else program, *sys.argv[1:]])
     values = {"host": platform.node(), "command": command, "commit": commit()}
@@ -94,7 +94,8 @@ def rank_of_environment() -> int:
 
 
 def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Returns how many cores this process may use: by its affinity, and by its cgroup's quota (v2), rounded up."""
+    """Returns how many cores this process may use: the smaller of its affinity and its cgroup's quota (v2), rounded up
+    to whole cores."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):  # there is no quota file, or it says "max"
         limit, period = map(int, quota.read_text(encoding="ascii").split())

@@ -1,6 +1,7 @@
-"""Example responses for people to read: some of a stage, and some of an evaluation, always of the same problems.
+"""Example responses for people to read: some of each stage, and some of each evaluation.
 
-evaluations/update000128.jsonl responses to some problems of each held-out set, after 128 updates of the run
+Those of the evaluation after 128 updates are in evaluations/update000128.jsonl. Every evaluation of a run stores
+responses to the same problems of each held-out set.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ class Example:
 
 
 def shorten(text: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """Returns the text; of a longer one than `limit`, its beginning and its end, with a note about what is left out
-    between."""
+    """Returns a text of at most `limit` characters as it is; of a longer one the beginning and the end, with a note
+    between them about what is left out."""
     if len(text) <= limit:
         return text
     head = limit * 3 // 5
@@ -46,8 +47,8 @@ def shorten(text: str, limit: int = MAX_TEXT_CHARS) -> str:
 
 
 def example_indices(names: Sequence[str], count: int) -> list[int]:
-    """Returns the indices of at most `count` problems of each set, evenly spaced; `names` has the set of each
-    problem."""
+    """Returns the indices of at most `count` problems of each held-out set, evenly spaced; `names` has the name of the
+    set for each problem."""
     chosen: list[int] = []
     for name in dict.fromkeys(names):
         indices = [index for index, other in enumerate(names) if other == name]

@@ -1,8 +1,8 @@
 """Warns about symptoms in a run's metrics, with a sentence and a remedy for each. docs/troubleshooting.md lists them.
 
-The bounds are wide, so that a healthy run gets no warning. Those of ESS and veto are from docs/study.md: of 116 runs
-that improved, the worst ended at an ESS of 0.77 with 3.5 % of the tokens vetoed; half of the 62 runs that got worse
-ended below 0.63.
+The bounds are wide, so that a healthy run gets no warning. Those of ESS and veto follow from docs/study/cells.csv: at
+the end of the 116 runs that improved, the lowest ESS was 0.77, and at most 3.5 % of the tokens were vetoed; half of
+the 62 runs that got worse ended with an ESS below 0.63.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LEAP, LEAP_TOKEN = 1.0, 0.001
 policy that moves further than both is soon ruined: a Llama of 135M parameters moved 13 nats in its first update at 20
 times the learning rate at which it learns."""
 STEP = 0.05
-"""The learning rate that a warning suggests is one at which an update moves the policy by this share of LEAP."""
+"""A warning suggests a learning rate at which an update moves the policy by this share of the bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,8 @@ def _tail(rows: Sequence[Row], minimum: int) -> Sequence[Row]:
 
 
 def _mean_over_sets(rows: Iterable[Row], base: str) -> float | None:
-    """Returns the first row's mean over held-out sets of a metric such as `unparsed`; None without a row or a value."""
+    """Returns the mean over held-out sets of a metric such as `unparsed`, in the first row; None without a row or a
+    value."""
     return next((mean_in([row], *(name for name in row if name.startswith(f"{base}/"))) for row in rows), None)
 
 
@@ -178,7 +179,7 @@ def _entropy(updates: Sequence[Row], recent: Sequence[Row]) -> Iterator[HealthWa
     if last > RISEN * first and last >= 0.9 * max(mean for mean in means if mean is not None):
         yield HealthWarning(
             "entropy rising",
-            f"{change} and does not come back: the policy dissolves",
+            f"{change} and does not fall again: responses become random",
             "lower optimizer.lr, or shorten the stages (schedule.updates_per_stage)",
         )
 
@@ -188,7 +189,7 @@ def _off_policy(recent: Sequence[Row], stages: Sequence[Row]) -> Iterator[Health
     if ess is not None and ess < ESS:
         yield HealthWarning(
             "low ESS",
-            f"the effective sample size is {_percent(ess)} of the tokens: a few of them carry each update",
+            f"the effective sample size is {_percent(ess)} of the tokens: a few of them decide each update",
             "lower optimizer.lr, or shorten the stages (schedule.updates_per_stage)",
         )
     if vetoed is not None and vetoed > VETOED:
@@ -254,7 +255,7 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning
         yield HealthWarning(
             "reward up, evaluation down",
             f"{text} while the training reward rose from {rewards[0]:.3g} to {rewards[-1]:.3g}",
-            "read responses with a high reward: the reward is gamed, or the training problems are learned by heart",
+            "read responses with a high reward: they get it by a trick, or the training problems are learned by heart",
         )
     else:
         yield HealthWarning(
@@ -266,7 +267,7 @@ def _fell(stages: Sequence[Row], evals: Sequence[Row]) -> Iterator[HealthWarning
 
 @dataclass(slots=True)
 class HealthMonitor:
-    """A sink of the metric log that prints each warning once while it holds.
+    """A sink of the metric log that prints health warnings: each once, and again only after it has ceased to apply.
 
     Rows are examined before and after the updates of a stage; a policy that moves too far (LEAP) is reported at once.
     """

@@ -62,7 +62,7 @@ def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Ite
     """Yield a sink that writes to TensorBoard.
 
     In a resumed run TensorBoard drops the points that earlier processes wrote from `updates_done` on. The rows `later`
-    still hold, so they are written again.
+    are written again, since the run will not repeat them.
     """
     from torch.utils.tensorboard import SummaryWriter  # half a second to import, and only the main rank needs it
 
@@ -80,7 +80,7 @@ def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Ite
             sink(row)
         yield sink
     except BaseException:
-        with suppress(OSError):  # the error of the block is raised, not one of closing the file
+        with suppress(OSError):  # an error of closing the file would hide the error of the block
             writer.close()
         raise
     with _write_error_as_user_error(directory):
@@ -89,8 +89,10 @@ def tensorboard(directory: Path, updates_done: int, later: Sequence[Row]) -> Ite
 
 @contextmanager
 def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping[str, Any]) -> Iterator[Sink]:
-    """Yield a sink that writes to Weights & Biases; `config` is the recipe. Raises UserError without the package
-    wandb."""
+    """Yield a sink that writes to Weights & Biases, into the run `run_id` or, if that is empty, into a new one.
+
+    `config` is the recipe, which is stored with the run. Raises UserError without the package wandb.
+    """
     try:
         import wandb
     except ModuleNotFoundError:
@@ -116,7 +118,7 @@ def wandb_run(run_dir: Path, section: TrackSection, run_id: str, config: Mapping
 
 
 def _scalars(row: Row) -> Iterator[tuple[str, float, int]]:
-    """Yields (name, value, step) for each metric of a row; for a phase, its seconds."""
+    """Yields (name, value, step) for each metric of a row, and for a phase only its seconds."""
     kind = row["kind"]
     if kind == "phase":
         yield f"phase/{row['phase']}", row["end"] - row["start"], row["stage"]
@@ -141,8 +143,8 @@ FILE_NAME = "metrics.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class MetricLog:
-    """Writes the rows of metrics: checks the names in each row and passes it to the sinks, which only the main rank
-    has."""
+    """Makes the rows of metrics: checks the names in each row and passes the row to the sinks. Only the main rank has
+    sinks."""
 
     sinks: tuple[Sink, ...] = ()
     clock: Callable[[], float] = time.time
@@ -256,7 +258,7 @@ def read_rows(path: Path) -> list[Row]:
     try:
         lines = path.read_bytes().split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{path}: no such file; is {path.parent} a run directory?") from None
+        raise UserError(f"{path}: no such file; name the directory of a run that has started") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
     rows = []

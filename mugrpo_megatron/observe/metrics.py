@@ -43,7 +43,7 @@ ROW_KEYS: dict[Kind, tuple[str, ...]] = {
     "event": ("time", "event", "text"),
     "process": ("time", "environment"),
 }
-"""Keys of a row that are not metrics: its time and position in the run."""
+"""Kind of a row -> its keys that are not metrics, such as its time and its position in the run."""
 
 PHASES: dict[str, str] = {
     "start": "Learner and engine start.",
@@ -53,7 +53,7 @@ PHASES: dict[str, str] = {
     "logprobs": "The learner computes logprobs of new responses: of a few, to measure the engine's mismatch; of "
     'all, if `rollout.behaviour = "learner"` or `objective.kl_ref` is set. Inside `optimize`, it computes those of '
     "the proximal policy if `objective.proximal_every` is above 1.",
-    "auxiliary": "A model of `[auxiliary.NAME]` starts, scores the stage, and leaves.",
+    "auxiliary": "A model of `[auxiliary.NAME]` starts, scores the stage, and ends.",
     "probe": "The learner computes logprobs of 32 responses, for the report's heat map.",
     "optimize": "The learner takes the stage's updates.",
     "save": "The learner's state is written to disk.",
@@ -68,13 +68,15 @@ class Metric:
 
     kind: Kind
     name: str
-    """SET in it stands for the name of a held-out set, NAME for the name of a component of the reward."""
+    """SET in it stands for the name of a held-out set; NAME for that of a component of the reward, of a judge, or of a
+    value that `objective.diagnostics` returns."""
     unit: str
     meaning: str
 
 
 MISMATCH_RESPONSES = 64
-"""Number of a stage's responses on which engine and learner are compared: enough for a p99, and cheap even at µ=4."""
+"""Number of a stage's responses on which engine and learner are compared: enough tokens for a 99th percentile, and
+cheap even in a stage of four updates."""
 
 LARGEST_TIME = 1e11
 """Largest Unix time in seconds that a row may have; a larger number means that the file is damaged."""
@@ -173,7 +175,7 @@ METRICS_OF: dict[Kind, tuple[tuple[str, str, str], ...]] = {
         ("memory_before", "bytes",
          "Memory in use on a rank's device before an auxiliary model starts, all processes together, the largest over "
          "ranks. On a CPU: resident memory of a rank's process."),
-        ("memory_after", "bytes", "The same as `memory_before`, after the auxiliary model has left."),
+        ("memory_after", "bytes", "The same as `memory_before`, after the auxiliary model has ended."),
         ("kl_teacher", "nats",
          "Mean of log π − log π_teacher over the stage, where π is the policy that sampled it: an unbiased estimate of "
          "KL(π | teacher) per token."),
@@ -218,10 +220,10 @@ def check_metrics(kind: Kind, names: Iterable[str]) -> None:
 
 
 def check_row(row: Any) -> None:
-    """Raise ValueError unless a value from metrics.jsonl is an object with the keys of its kind and their types.
+    """Raise ValueError unless `row`, a value from metrics.jsonl, is an object with the keys of its kind (`ROW_KEYS`).
 
-    Metrics with unknown names pass, since versions differ in them; they have to be finite numbers, or null outside
-    phases.
+    Its metrics have to be finite numbers; outside phases they may be null. Their names are not checked, since versions
+    differ in them.
     """
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in ROW_KEYS:
         raise ValueError("it is not an object with a known `kind`")

@@ -51,7 +51,7 @@ class Bar:
         return f"{self.place()} {self.unit}"
 
     def place(self) -> str:
-        """Returns `done/total`, without the unit, which the rate has."""
+        """Returns `done/total` without the unit, which stands beside it in the rate; `done` if there is no total."""
         return f"{self.done:,}/{self.total:,}" if self.total else f"{self.done:,}"
 
     def rates(self) -> str:
@@ -126,7 +126,7 @@ class Display:
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Say what the block waits for; in a terminal also how long it took."""
+        """Print what the block waits for; in a terminal also, at its end, how long that took."""
         if not self.live:
             self.say(text)
             yield

@@ -21,11 +21,11 @@ Row = Mapping[str, Any]
 REPORTED_PHASES = ("sync", "generate", "score", "optimize")
 """Phases that `seconds` of summary.json always has, even with 0 seconds."""
 FIGURES = ("before", "before_interval", "after", "interval")
-"""Keys of the figures that each held-out set has, and the mean of the sets."""
+"""Keys of the figures in summary.json of each held-out set and of the mean over sets."""
 
 
 def measure_in(rows: Iterable[Row]) -> Literal["accuracy", "reward"]:
-    """Returns the name of the mean in evaluation rows, accuracy or reward; `accuracy` without rows."""
+    """Returns what the means in evaluation rows are means of, `accuracy` or `reward`; `accuracy` without rows."""
     return "reward" if any(f"reward/{MEAN}" in row for row in rows) else "accuracy"
 
 
@@ -124,7 +124,7 @@ def _figures(run: RunData, name: str) -> dict[str, Any]:
 
 
 def mean_of(summary: dict[str, Any]) -> dict[str, Any]:
-    """Returns the figures of the mean over sets in a summary, under the keys that a set has (FIGURES)."""
+    """Returns the figures of the mean over sets in a summary, under the same keys (FIGURES) as the figures of a set."""
     return {key: summary[f"{summary['measure']}_{key}"] for key in FIGURES}
 
 

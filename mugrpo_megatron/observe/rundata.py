@@ -70,7 +70,7 @@ class RunData:
 
     @property
     def total_updates(self) -> int:
-        """Number of updates that the recipe's schedule has, or that were taken, if these are more."""
+        """The number of updates in the recipe's schedule or, if more were taken, the number of those; at least 1."""
         factors = [self.setting(f"schedule.{name}") or 1 for name in ("stages", "updates_per_stage", "epochs")]
         return max(round(math.prod(factors)), len(self.updates), 1)
 
@@ -106,7 +106,7 @@ def read_run(path: Path) -> RunData:
     recipe = _recipe(path / "recipe.toml")
     rows = read_rows(path / FILE_NAME)
     if not rows:
-        raise UserError(f"{path / FILE_NAME}: no rows yet; the run has not started: wait until it has")
+        raise UserError(f"{path / FILE_NAME}: no rows yet, since the run has not started; wait until it has")
     clock, seconds = _clock(rows)
     return RunData(
         path=path,
@@ -161,9 +161,9 @@ def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _outermost(phases: Iterable[Mapping[str, Any]]) -> list[tuple[str, float]]:
-    """Returns (name, seconds) of the phases that are in no other one, in order.
+    """Returns (name, seconds) of the phases that are inside no other phase, in order.
 
-    The seconds leave out inner phases that are not in `TRAINING_PHASES`.
+    The seconds of inner phases that are not in `TRAINING_PHASES` are subtracted.
     """
     outer: list[tuple[str, float]] = []
     outer_end = inner_end = float("-inf")
@@ -183,7 +183,8 @@ def _of_kind(rows: Sequence[Row], kind: str) -> list[Row]:
 
 
 def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:
-    """Returns the run's clock and its running seconds. Each of its processes begins with a row of kind `process`."""
+    """Returns the run's clock, and the seconds for which the run has been running. Each process of a run begins with a
+    row of kind `process`."""
     starts: list[float] = []
     offsets: list[float] = []
     alive, last = 0.0, 0.0
@@ -200,7 +201,7 @@ def _clock(rows: Sequence[Row]) -> tuple[Clock, float]:
 
 def _recipe(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise UserError(f"{path}: no such file; is {path.parent} a run directory?")
+        raise UserError(f"{path}: no such file; name the directory of a run")
     recipe = read_toml(path)
     if values := [name for name, table in recipe.items() if not isinstance(table, dict)]:
         raise UserError(f"{path}: `{values[0]}` is not a section; restore the run's recipe")
@@ -210,7 +211,4 @@ def _recipe(path: Path) -> dict[str, Any]:
 def _summary(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
-    try:
-        return read_json(path)
-    except UserError as error:
-        raise UserError(f"{error}; delete it, the report does not need it") from None
+    return read_json(path, remedy="delete it, the report does not need it")

@@ -250,14 +250,10 @@ def is_finished(recipe: Recipe) -> bool:
         return False
     check_run_dir(recipe.run.dir)
     check_same_run(directory, recipe)
-    try:
-        updates = read_json(directory.summary).get("updates")
-    except UserError as error:
-        raise UserError(f"{error}; remove it, and the same command writes it again") from None
+    remedy = "remove it, and the same command writes it again"
+    updates = read_json(directory.summary, remedy).get("updates")
     if not isinstance(updates, int):
-        raise UserError(
-            f"{directory.summary} has no number of updates; remove it, and the same command writes it again"
-        )
+        raise UserError(f"{directory.summary} has no number of updates; {remedy}")
     return updates >= recipe.schedule.total_updates
 
 

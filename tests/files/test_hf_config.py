@@ -82,7 +82,7 @@ WRONG: list[tuple[Any, str]] = [
     ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x', it should be a valid number"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, r"rope_scaling\.factor is -1, it should be greater than 0"),
     ({"layer_types": "full_attention"}, "layer_types is 'full_attention', it should be a valid list"),
-    (dict.fromkeys(("head_dim", "vocab_size", "hidden_size", "num_experts"), "x"), "; and 1 more$"),
+    (dict.fromkeys(("head_dim", "vocab_size", "hidden_size", "num_experts"), "x"), "; and 1 more; correct this file$"),
 ]
 
 
