@@ -35,14 +35,15 @@ class Expected:
     logprobs: list[np.ndarray]
     """float32 [n - 1] each, at temperature 1."""
     unread: tuple[str, ...]
-    """Fields of config.json that nothing reads; if engine and learner disagree, they may be the cause."""
+    """Fields of config.json that were taken to be without effect (`Architecture.unread`). If engine and learner
+    disagree, one of them may be the cause."""
 
 
 def expected_logprobs(run: Run, learner: Learner, engines: Engines) -> Expected | None:
     """Compute the learner's log-probabilities of a few texts, while the learner has the devices. Collective.
 
-    Returns None if all engines have been found to agree with the learner since they started, or if no prompts are there
-    to make texts of. The learner's pass comes before the engines wake, so that the devices change hands once.
+    Returns None if all engines have been found to agree with the learner since they started, or if there are no prompts
+    to make texts of. The learner's pass comes before the engines wake: otherwise they would have to sleep again for it.
     """
     if engines.agreed:
         return None
@@ -77,8 +78,8 @@ def check_agreement(run: Run, engines: Engines, expected: Expected | None) -> di
     """Compare every engine's log-probabilities with the learner's; returns the metric `texts_mismatch`. Collective.
 
     Returns {} if `expected` is None or no engine answered. Raises TrainingFailure on every rank when the
-    log-probabilities of engine and learner are further apart than rounding explains. An engine that fails here is
-    compared once it has been restarted.
+    log-probabilities of engine and learner are further apart than rounding explains. If an engine fails here, all
+    engines are compared again once it has been restarted.
     """
     if expected is None:
         return {}

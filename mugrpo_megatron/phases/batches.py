@@ -124,7 +124,7 @@ def ref_weights(recipe: Recipe) -> Path | None:
 
 
 def ref_is_behaviour(recipe: Recipe) -> bool:
-    """Whether the reference policy is the behaviour policy: the learner at the stage's start."""
+    """Whether reference policy and behaviour policy are the same one, the learner at the stage's start."""
     return recipe.objective.kl_ref == "stage" and recipe.rollout.behaviour == "learner"
 
 
@@ -155,10 +155,10 @@ class StageBatches:
         """Read the samples of the update taken at `age`, without the proximal policy's log-probabilities.
 
         Epochs after the first shuffle the updates by the run's seed. With `objective.zero_variance = "leave_out"`
-        updates consist of informative groups only, if the stage has any.
+        updates consist of informative groups only (groups with different rewards), if the stage has any.
         """
-        # In the first epoch updates are not shuffled, unlike in verl and TRL, so that a response's age is the number of
-        # its update.
+        # In the first epoch updates are not shuffled, unlike in verl and TRL: the responses of update k are trained on
+        # at age k.
         update = update_at(self.recipe.run.seed, self.stage, self.store.updates, age)
         if self.recipe.objective.zero_variance != "leave_out":
             return self._stored(update)
@@ -178,7 +178,8 @@ class StageBatches:
 
     @cached_property
     def _rewards(self) -> tuple[np.ndarray, np.ndarray]:
-        """The rewards and groups of the whole stage, as `StageStore.rewards` returns them, plus judges' scores."""
+        """The rewards and groups of the whole stage, as `StageStore.rewards` returns them, with the judges' weighted
+        scores added to the rewards."""
         rewards, groups = self.store.rewards()
         for name, column in self.columns.scores.items():
             scores = np.concatenate([column.read(update) for update in range(self.store.updates)])
@@ -186,8 +187,10 @@ class StageBatches:
         return rewards, groups
 
     def _judged(self, samples: list[Sample], update: int) -> list[Sample]:
-        """Add judges' scores to the samples: times its weight to the reward, and a score that is not missing to the
-        components."""
+        """Add each judge's scores to the samples: times the judge's weight to rewards, unweighted to components.
+
+        For a missing score its group's mean is added to the reward (`neutral_where_missing`), and no component.
+        """
         groups = np.array([sample.group for sample in samples])
         for name, column in self.columns.scores.items():
             scores, weight = column.read(update), self.recipe.reward.judges[name].weight
@@ -228,9 +231,10 @@ def with_columns(samples: Sequence[Sample], columns: Mapping[str, Sequence[np.nd
 
 
 def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
-    """Replace missing scores [N] (NaN) by the mean of their group's scores, which leaves the group's baseline as it is.
+    """Returns the scores float64 [N] with the mean of its group's scores in the place of each missing one (NaN), which
+    leaves the group's baseline as it is. In a group without any score the missing ones become 0.
 
-    In a group that has no score they become 0.
+    `groups` is int64 [N].
     """
     _, inverse = np.unique(groups, return_inverse=True)
     known = ~np.isnan(scores)
@@ -239,9 +243,9 @@ def neutral_where_missing(scores: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def training_rewards(samples: Sequence[Sample], section: ObjectiveSection) -> np.ndarray:
-    """The rewards [N] that advantages are computed from: with `kl_penalty = "reward"`, less the KL penalty.
+    """The rewards float64 [N] that advantages are computed from: with `kl_penalty = "reward"`, less the KL penalty.
 
-    Raises ValueError when a sample lacks logprobs of the reference policy.
+    Raises ValueError when the penalty needs logprobs of the behaviour or the reference policy and a sample lacks them.
     """
     rewards = np.array([sample.reward for sample in samples])
     if section.kl_penalty != "reward" or section.kl_ref is None:

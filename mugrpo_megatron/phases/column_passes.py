@@ -38,8 +38,8 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
     """A block for a pass over the stage. It yields the `ages` of the updates one by one, and shows a bar titled `what`.
 
     Collective: after the block every rank has finished. When a rank was asked to stop, taking the next age raises an
-    exception inside the block. Context managers inside it then discard the files that they write and restore the
-    weights that they swapped. Then Stopped is raised, and the learner is saved while the run closes.
+    exception inside the block, so that context managers there discard the files that they write and restore the weights
+    that they swapped. After the block the run is ended as by `Run.save_and_stop`.
     """
 
     def each(bar: Bar) -> Iterator[int]:
@@ -61,7 +61,8 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
 
 
 def must_compute(column: Column | None, can_compute: bool) -> bool:
-    """Whether a column has to be computed: it is not None, and missing. UserError if `can_compute` is false then."""
+    """Whether a column has to be computed: it is needed (not None) and its files are missing. UserError if so although
+    `can_compute` is false."""
     if column is None or column.complete:
         return False
     if not can_compute:
@@ -112,9 +113,9 @@ def compute_ref(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor)
 
     Does nothing if the reference policy is the behaviour policy, whose log-probabilities are computed or stored anyway.
     Otherwise this takes one forward pass over the stage before the first update. The reference policy's weights are in
-    the learner only during that pass, so no second model is kept. A run that resumes reads the file. Raises UserError
-    when the file belongs to another stage or to other weights than the reference policy's directory has now, and when
-    it is gone although it cannot be computed again.
+    the learner only during that pass, so no second model is kept. A run that resumes reads the column's file. Raises
+    UserError when the file belongs to another stage or to other weights than the reference policy's directory has now,
+    and when it is missing and cannot be computed again.
     """
     column, weights = stage.columns.ref, stage.columns.ref_weights
     if column is None:
@@ -139,10 +140,10 @@ def compute_ref(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor)
 
 
 def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
-    """Raise UserError when the weights of the reference policy have changed.
+    """Raise UserError when the weights of the reference policy have changed since the stage before `stage` used them.
 
-    The last stage must have used the same weights. With `objective.kl_ref = "start"` they must also be those that the
-    run began with.
+    With `objective.kl_ref = "start"` they must also be the weights that the run began with. `mark` is the fingerprint
+    of the weights in the directory `weights` now.
     """
     if run.recipe.objective.kl_ref == "start":
         check_initial_weights(run.record, run.recipe.model, f"the reference policy of {run.directory.path}")
@@ -180,7 +181,8 @@ def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cu
 
 
 def _remove_old_proximal_files(run: Run) -> None:
-    """Remove the proximal files that no resumed run reads: those before the one that the oldest checkpoint needs."""
+    """Remove the proximal policy's columns that no resumed run reads: those older than the one that the oldest
+    checkpoint needs."""
     for checkpoint in complete_checkpoints(run.directory.checkpoints)[:1]:
         paths = [
             path for path in sorted(run.directory.proximal_files.glob("*.parquet")) if path.stem <= checkpoint.name
@@ -190,7 +192,8 @@ def _remove_old_proximal_files(run: Run) -> None:
 
 
 PROBED = 32
-"""The number of a stage's responses in its probe, the rows of a heat map. The probe takes nine forward passes."""
+"""The number of a stage's responses in its probe, the rows of a heat map. They take at most nine forward passes a
+stage (`probe_ages`)."""
 PROBED_UPDATES = 4
 """The number of updates, evenly spaced over the stage, whose responses are probed."""
 NEGATIVE = 0.75
@@ -206,8 +209,8 @@ class ProbedSample(NamedTuple):
 
 def probe(run: Run, learner: Learner, store: StageStore, cursor: Cursor, age: int) -> None:
     """Compute the log-probabilities of the probed responses after `age` updates, if `probe_ages` has this age.
-
     Collective.
+
     The forward pass draws no random number and changes no state, so training continues bitwise as without it. It runs
     before the checkpoint of the same update, so a resumed run has the probes of every earlier age.
     """
@@ -238,8 +241,8 @@ def choose_responses(store: StageStore, objective: ObjectiveSection) -> list[Pro
 
 
 def _choice(advantages: np.ndarray, count: int) -> list[int]:
-    """Choose at most `count` responses, a share of NEGATIVE with negative advantage; if one kind has too few, the other
-    takes their places."""
+    """Returns the indices of at most `count` responses, a share of NEGATIVE with negative advantage. If there are too
+    few responses of one kind, more of the other are chosen."""
     negative, others = np.flatnonzero(advantages < 0), np.flatnonzero(advantages >= 0)
     wanted = min(len(negative), max(round(NEGATIVE * count), count - len(others)))
     return sorted([*_spaced(negative, wanted), *_spaced(others, min(len(others), count - wanted))])

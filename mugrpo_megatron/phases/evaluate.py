@@ -57,7 +57,8 @@ def evaluation_due(run: Run, cursor: Cursor) -> bool:
 
 
 def is_evaluated(run: Run, cursor: Cursor) -> bool:
-    """Whether rank 0's log has an evaluation of these weights, by this process or an earlier one. Collective."""
+    """Whether rank 0's log has an evaluation after `cursor.updates` updates of the run, by this process or an earlier
+    one. Collective."""
     return run.world.broadcast(cursor.updates in run.log.evaluated)
 
 
@@ -73,9 +74,10 @@ def sampled_alike(section: EvalSection, names: Sequence[str]) -> list[list[str]]
 def evaluate(run: Run, leader: Leader | None, cursor: Cursor) -> None:
     """Sample and score every held-out set with the engines' weights, and log the figures. Collective.
 
-    Training continues bitwise as without it. Problems of an engine that fails go to the others. No figures are logged
-    when every engine has failed or the run is asked to stop; `is_evaluated` then returns False. If so, EngineFailure is
-    raised on every rank once an engine has failed MOST_FAILURES times in a row.
+    Training continues bitwise as without it. Problems of an engine that fails go to the other engines. If every engine
+    has failed, or the run was asked to stop, before all problems are answered, no figures are logged, so that
+    `is_evaluated` returns False. In this case EngineFailure is raised on every rank if an engine has failed
+    MOST_FAILURES times in a row.
     """
     names = run.world.broadcast([problem.source for problem in leader.problems.held_out.problems] if leader else [])
     shown = set(example_indices(names, SHOWN))
@@ -103,7 +105,11 @@ def evaluate(run: Run, leader: Leader | None, cursor: Cursor) -> None:
 def _answers_of_alike(
     run: Run, leader: Leader | None, name: str, places: Sequence[int], bar: Bar, answer: Callable[[ScoredGroup], T]
 ) -> tuple[dict[int, T], list[Failed]]:
-    """Run rounds until every problem at `places` is answered, a round answers none, or the run is asked to stop."""
+    """Run rounds until every problem at `places` is answered, a round answers none, or the run is asked to stop.
+
+    All these problems are sampled with the settings of the set `name`. Returns place -> result of `answer`, of all
+    ranks, and the failures of engines.
+    """
     answers: dict[int, T] = {}
     failures: list[Failed] = []
     while missing := [place for place in places if place not in answers]:
@@ -119,10 +125,11 @@ def _answers_of_alike(
 def answer_set(
     run: Run, leader: Leader | None, name: str, missing: Sequence[int], bar: Bar, answer: Callable[[ScoredGroup], T]
 ) -> Outcome[dict[int, T]]:
-    """Run one round over the held-out problems at the places `missing`, with the sampling of the set `name`.
-
+    """Run one round over the held-out problems whose indices are `missing`, with the sampling of the set `name`.
     Collective.
-    `answer` is called with each group once it is scored. The result of each rank maps places to what it returned.
+
+    `answer` is called with each group once it is scored. The result of each rank maps indices to what `answer`
+    returned there.
     """
     recipe, round = run.recipe, open_round(run, leader, missing, bar, durable=False)
     own: dict[int, T] = {}

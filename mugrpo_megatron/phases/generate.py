@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """The groups of the cursor's stage that this run samples: all of them, or those of a shard of a batch job."""
+    """The groups of the cursor's stage that this process samples: all, or its part of a batch job (`--shard`)."""
 
     cursor: Cursor
     groups: frozenset[int]
@@ -65,7 +65,7 @@ def sample(run: Run, leader: Leader | None, stage: StageStore, part: StagePart) 
             for unix_s, metrics in loads:
                 run.log.engine(cursor.stage, engine, unix_s, metrics)
     with run.phase("score", cursor):
-        # When the engine has finished, some scores may still be missing, because the verifier may be slower.
+        # The verifier may be slower than the engine, so some of the sampled groups may not be scored yet.
         if sink:
             sink.take_rest(run.stop.poll)
         stage.flush()
@@ -101,10 +101,11 @@ class ScoredGroups:
 
 
 def _load(run: Run, leader: Leader | None) -> tuple[int, float, list[tuple[float, dict[str, float]]]]:
-    """Return the number of this rank's engine, its bytes of memory, and its readings of load in the last generation.
+    """Returns the number of this rank's engine, the bytes of its memory, and the load that was measured in the last
+    generation.
 
-    Each reading has its time in Unix seconds by the log's clock, which never runs backward, even if the machine's clock
-    is set back. A rank that leads no engine returns 0, 0 bytes and no readings.
+    The load is a list of (time, metrics). Times are Unix seconds by the log's clock, which never runs backward, even if
+    the machine's clock is set back. A rank that leads no engine returns 0, 0 bytes and an empty list.
     """
     if leader is None:
         return 0, 0.0, []
@@ -115,7 +116,7 @@ def _load(run: Run, leader: Leader | None) -> tuple[int, float, list[tuple[float
 
 
 def seal_if_complete(run: Run, stage: StageStore, part: StagePart) -> None:
-    """Seal the stage if all groups are on disk. Collective.
+    """Seal the stage if all groups of `part`, which must be the whole stage, are on disk. Collective.
 
     The main rank seals; every other rank waits until it sees the seal on the shared file system. Raises UserError on
     every rank if a rank does not see what others have written.

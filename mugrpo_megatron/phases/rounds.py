@@ -5,9 +5,9 @@
     outcome = round.end(mine)                      gives every rank the results and failures of all ranks
     report(run, outcome.failures)                  prints the failures, and ends the run after MOST_FAILURES
 
-An engine that fails or is asked to stop leaves its round. What it has not finished is missing in the next round. Before
-that, a failed engine is started again: in a run when engines get the learner's weights, elsewhere by
-`restart_if_failed`.
+An engine that fails or is asked to stop takes no more items in its round. What it has not finished is missing, and the
+next round samples it. Before that round a failed engine is started again: in a run when engines get the learner's
+weights, elsewhere by `restart_if_failed`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Round:
     def groups_from(self, take: PromptSource, n: int, how: Sampling) -> Iterator[SampledGroup]:
         """Yield groups as `groups` does; here `take` takes items from the queue, and the caller calls `finished`.
 
-        The iterator ends early when the engine fails or the run is asked to stop; requests in flight are dropped.
+        The iterator ends early when the engine fails or the run is asked to stop; unfinished requests are dropped.
         """
         led, stop = self._led, self._run.stop
         assert led
@@ -102,8 +102,8 @@ class Round:
 
     def end(self, mine: T) -> Outcome[T]:
         """Wait until every engine is done; returns every rank's result, `mine` on this one. Collective."""
-        # Ranks wait by heartbeats and not in a collective, whose timeout a long generation would exceed
-        # (ProcessGroupNCCL).
+        # Not a barrier of torch: a long generation would exceed the timeout of its collective (ProcessGroupNCCL). The
+        # world's barrier waits as long as the other ranks have heartbeats.
         self._run.world.barrier(self.show)
         self.show()
         failed, led = None, self._led
@@ -126,10 +126,10 @@ def open_round(
     """Open a round over rank 0's `missing` items; `led` is this rank's engine, if it leads one. Collective.
 
     Args:
-        engines: number of engines of the world; by default the run's.
-        durable: whether finished items are kept if an engine fails. If so, a finished item ends a row of failures, and
-            once half of the engines have failed the others end the round too, so that all are restarted together. If
-            not, as in an evaluation, which is dropped unless it is complete, the remaining engines go on.
+        engines: number of engines that share the round; by default those of the run.
+        durable: whether finished items are kept if an engine fails. If so, a finished item sets the engine's failures
+            in a row to 0, and once half of the engines have failed the others end the round too, so that all are
+            restarted together. If not, as in an evaluation, which is dropped unless it is complete, the others go on.
     """
     world = run.world
     if world.size == 1:
@@ -157,7 +157,8 @@ def report(run: Run, failures: Iterable[Failed], subject: str = "The engine") ->
 
 
 def check_shared(world: World, stage: StageStore, seen: bool) -> None:
-    """Raise UserError on every rank if one of them does not see what others have written (`seen`). Collective."""
+    """Raise UserError on every rank if `seen` is false on one: that rank does not see what others have written to the
+    stage. Collective."""
     blind = [rank for rank, sees in enumerate(world.gather(seen)) if not sees]
     if blind:
         raise UserError(

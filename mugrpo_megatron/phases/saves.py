@@ -23,12 +23,14 @@ from mugrpo_megatron.weights.hf import save_hf
 def save_if_due(run: Run, cursor: Cursor) -> None:
     """Save the learner's full state after an update, if the recipe or a request to stop asks for it. Collective.
 
-    A resumed run goes on at `cursor`. The recipe asks for a save at the end of every `checkpoint.every_stages`-th stage
-    and of the last, and after every `checkpoint.every_updates`-th update of a stage. A run without engines, which takes
-    the updates of one stage, always saves at its end. A save at the end of a stage other than the last writes `hf/`
-    too. Raises Stopped, with everything saved, when the run was asked to stop.
+    `cursor` is the position after that update, at which a resumed run continues. The recipe asks for a save at the end
+    of every `checkpoint.every_stages`-th stage and of the last one, and after every `checkpoint.every_updates`-th
+    update of a stage. A run without engines, which takes the updates of one stage, always saves at its end. A save at
+    the end of a stage other than the last writes `hf/` too. Raises Stopped, with everything saved, when the run was
+    asked to stop.
 
-    If no save is made, nothing is lost but updates: stages are sealed, and a resumed run need not generate them again.
+    A run that is killed loses only the updates since its last save: its sealed stages stay, so a resumed run need not
+    generate them again.
     """
     section, stage_ends = run.recipe.checkpoint, cursor.age == 0
     last = cursor.finished(run.recipe.schedule) or (stage_ends and not run.world.engines)

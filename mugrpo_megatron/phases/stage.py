@@ -48,7 +48,7 @@ class TrainingStage:
     """A sealed stage during its updates. Every method but `holds` and `batch` is collective."""
 
     def __init__(self, run: Run, learner: Learner, batches: StageBatches, display: ExitStack) -> None:
-        """Make the stage; its progress bar ends when `display` is closed."""
+        """`display` holds the progress bar and its phase, which end when it is closed."""
         self._run, self._learner, self._batches, self._display = run, learner, batches, display
         self._bar: Bar | None = None
 
@@ -56,7 +56,7 @@ class TrainingStage:
         """Compute the learner's and the reference policy's columns that the stage's updates need and that are missing.
 
         It runs before the first update, while the learner has the weights that sampled the stage. Raises UserError when
-        a column is damaged or belongs to something else, or is missing and cannot be computed again.
+        a column is damaged, was computed for another stage or policy, or is missing and cannot be computed again.
         """
         compute_behaviour(self._run, self._learner, self._batches, cursor)
         compute_ref(self._run, self._learner, self._batches, cursor)
@@ -69,8 +69,8 @@ class TrainingStage:
         run, store = self._run, self._batches.store
         logs_samples = run.is_main and run.recipe.track.wandb_project is not None
         samples = store.read_update(0, with_text=logs_samples)
-        # Engine and learner can be compared only if they had the same weights; a branch may train later weights on the
-        # stage.
+        # Engine and learner can be compared only with the same weights. A branch may begin with later weights than
+        # those that sampled the stage.
         same_weights = samples[0].weight_version == cursor.updates
         mismatch = _mismatch(run, self._learner, samples[:MISMATCH_RESPONSES], cursor) if same_weights else {}
         run.log.stage(cursor.stage, store.statistics() | mismatch)
@@ -126,8 +126,8 @@ class TrainingStage:
         probe(run, learner, store, cursor, age=cursor.age + 1)
 
     def next_cursor(self, cursor: Cursor, batch: Batch, metrics: dict[str, float]) -> Cursor:
-        """The cursor after the update. With `schedule.max_kl`, the next stage begins early once the policy has moved so
-        far from the one that sampled this stage."""
+        """The cursor after the update. With `schedule.max_kl`, the next stage begins early once the policy is that many
+        nats a response away from the one that sampled this stage."""
         run, schedule = self._run, self._run.recipe.schedule
         nats = nats_moved(cursor, _kl_response(batch, metrics))
         # Ranks must agree: each has summed the metrics itself, and sums on a GPU may differ in their last bits.
@@ -141,7 +141,8 @@ class TrainingStage:
 
 
 def _kl_response(batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
-    """The metric `kl_response`: the KL (k3) between behaviour and current policy, in nats, over a mean response."""
+    """The metric `kl_response`: the KL (k3) between behaviour and current policy, in nats, over a response of mean
+    length. Empty if the update trained on no token."""
     if "kl_k3" not in metrics:  # the update had no token to train on
         return {}
     return {"kl_response": metrics["kl_k3"] * metrics["update_tokens"] / len(batch.samples)}
@@ -201,7 +202,8 @@ def _figures(samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
         "staleness": cursor.updates - samples[0].weight_version,
         "reward_mean": float(np.mean(rewards)),
         **component_means(sample.components for sample in samples),
-        "zero_variance_fraction": float(zero_variance.mean()),  # groups have equally many responses
+        # All groups have the same number of responses, so the mean over responses is that over groups.
+        "zero_variance_fraction": float(zero_variance.mean()),
     }
 
 

@@ -40,11 +40,12 @@ FORMAT = 2
 SCHEMA = pa.schema([pa.field("learner_logprobs", pa.list_(pa.float32()))])
 
 Append = Callable[[list[np.ndarray]], None]
-"""Appends one update's log-probabilities, float32 [R] per response."""
+"""Function that appends one update's log-probabilities to a column: float32 [R] for each response of R tokens."""
 
 
 def recompute_remedy(later: str = "") -> str:
-    """The remedy for a damaged column. `later` names the checkpoints that are newer than the column's policy."""
+    """The remedy for a damaged column. `later` says which checkpoints are newer than the column's policy, for instance
+    "inside this stage"; "" if none has to be removed."""
     # The checkpoints must be removed too: the run has to resume from one whose weights are the column's policy.
     also = f" and the checkpoints {later}" if later else ""
     return (
@@ -61,10 +62,10 @@ class Column:
     identity: Mapping[str, Any]
     """JSON values that say which responses and which policy the column was computed for."""
     remedy: str = recompute_remedy()
-    """The way out of damage to the column; every error about it ends with this."""
+    """What the user can do about a damaged column; every error about the column ends with this."""
 
     name: ClassVar[str]
-    """Key of the index under which its content stands."""
+    """Key under which the JSON file has the column's identity and checksums."""
 
     @property
     def index(self) -> Path:
@@ -76,7 +77,8 @@ class Column:
         return self.path.exists() and self.index.exists()
 
     def body(self) -> dict[str, Any]:
-        """The index's content; UserError when it is missing or damaged, or when the column has another identity."""
+        """The content of the index. UserError when that file is missing or damaged, or when it has another identity
+        than this column."""
         try:
             body: dict[str, Any] = read_checksummed_json(self.index, self.name, format=FORMAT)
             identity = body["identity"]
@@ -121,7 +123,8 @@ class TableColumn(Column):
         raises.
 
         `enabled` is true on one rank; on the others the function does nothing. `weights` is the checksum of the
-        auxiliary model that computed the column (`weights.families.fingerprint`), if one did.
+        checkpoint that computed the column (`weights.families.fingerprint`), such as a teacher or the reference policy;
+        "" if the learner computed it with its own weights.
         """
         if not enabled:
             yield lambda table: None
@@ -134,7 +137,7 @@ class TableColumn(Column):
         self.finish({"weights": weights, **spans})
 
     def read_table(self, update: int, columns: list[str] | None = None) -> pa.Table:
-        """The rows of the `update`-th update in the file, with all columns or some.
+        """The rows of the `update`-th update in the file, from 0; with all columns of the file, or only `columns`.
 
         Raises UserError that ends with `remedy` when a file is missing or damaged, or when the column has another
         identity.
@@ -147,8 +150,8 @@ class TableColumn(Column):
 
     @property
     def weights(self) -> str | None:
-        """The checksum of the auxiliary model that computed the column, as given to `write_tables`; None if it is
-        unknown."""
+        """The checksum of the checkpoint that computed the column, as given to `write_tables`; None if the index cannot
+        be read."""
         try:
             return str(read_checksummed_json(self.index, self.name, format=FORMAT)["weights"])
         except (OSError, ValueError, KeyError):

@@ -26,7 +26,7 @@ FORMAT = 4
 checksums of texts the name `text_columns`."""
 SEALED_NAME = "stage.parquet"
 DIGITS = "[0-9]" * 5
-"""Glob pattern of a shard's number."""
+"""Glob pattern of the number in a shard's file name."""
 OTHER_MANIFESTS = "manifest-*.json"
 """Manifests of all writers except writer 0."""
 SHARD_PATTERNS = ("shard-*.parquet", OTHER_MANIFESTS)
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StageShard:
-    """A file with some of the stage's groups, in the order in which they were finished. Sealing removes it."""
+    """A file with some of the stage's groups, in the order in which they were finished. Sealing removes the file."""
 
     file: str
     number: int
@@ -79,7 +79,8 @@ class SealedFile:
 class Origin:
     """The run and the weights that generated a stage.
 
-    Only that run and its branches may train on it: the run from these weights, a branch from these or later ones.
+    Only that run and its branches may train on the stage. The run begins the stage's updates with these weights; a
+    branch may begin them with later weights.
     """
 
     run: str
@@ -109,7 +110,8 @@ def shard_name(writer: int, number: int | str) -> str:
 
 
 def read_manifest(directory: Path, name: str = manifest_name(0)) -> Manifest:
-    """Returns a manifest of a stage; an empty one if the file does not exist. Raises UserError when it is damaged."""
+    """Returns the manifest `name` of a stage; an empty one if the file does not exist. UserError if it is damaged or in
+    another version of the format."""
     path = directory / name
     if not path.exists():
         return Manifest([])
@@ -194,7 +196,9 @@ def check_origin(directory: Path, manifest: Manifest, origin: Origin | None) -> 
     origin_here = manifest.origin
     if origin is None:
         if origin_here and STAGE_NAME.fullmatch(directory.name) and int(directory.name) != origin_here.stage:
-            raise UserError(f"{directory} holds {_described(origin_here)}; give it its right name")
+            raise UserError(
+                f"{directory} holds {_described(origin_here)}; give it its right name, {origin_here.stage:05d}"
+            )
         return
     if origin_here == origin or not (origin_here or manifest.shards or manifest.sealed):
         return
@@ -221,22 +225,23 @@ def write_manifest(directory: Path, manifest: Manifest, name: str = manifest_nam
 
 
 def stage_identity(content: str) -> dict[str, Any]:
-    """The identity of a column that depends only on the stage and on the weights that it began with."""
+    """The identity of a column that depends on nothing but the stage and the weights that sampled it. `content` is
+    `SealedFile.content`."""
     return {"stage": content}
 
 
 def verify(path: Path, span: Span, remedy: str) -> None:
-    """Raise UserError unless the bytes of the span have its checksum; `remedy` ends the message."""
+    """Raise UserError, which ends with `remedy`, unless the bytes of the span in the file have the span's checksum."""
     if not path.exists():
-        raise UserError(f"{path}: missing, but the stage's manifest lists it; {remedy}")
+        raise UserError(f"{path}: missing, although its checksum is recorded; {remedy}")
     if digest(path, span.start, span.end) != span:
         raise UserError(
-            f"{path}: damaged, since bytes {span.start} to {span.end} do not have the manifest's checksum; {remedy}"
+            f"{path}: damaged, since bytes {span.start} to {span.end} do not have the recorded checksum; {remedy}"
         )
 
 
 def intact(directory: Path, shards: list[StageShard]) -> list[StageShard]:
-    """Those of the shards whose bytes have the manifest's checksum; the others are logged."""
+    """Returns the shards whose bytes have the checksum in the manifest; logs a warning about each other one."""
     intact = []
     for shard in shards:
         try:
@@ -251,8 +256,8 @@ def intact(directory: Path, shards: list[StageShard]) -> list[StageShard]:
 def parquet_spans(path: Path, first: Collection[str]) -> tuple[list[Span], list[Span], Span]:
     """Compute checksums of a Parquet file: two for each row group, and one for the footer.
 
-    The first checksum of a row group is over its columns `first`, which come first in the file, the second over its
-    other columns.
+    Returns, for each row group, the spans of its columns `first`, which come first in the file; for each row group, the
+    spans of its other columns; and the span of the footer.
     """
     metadata = pq.read_metadata(path)
     spans: tuple[list[Span], list[Span]] = [], []
@@ -261,7 +266,7 @@ def parquet_spans(path: Path, first: Collection[str]) -> tuple[list[Span], list[
         row_group = metadata.row_group(index)
         chunks = [row_group.column(column) for column in range(row_group.num_columns)]
         sizes = [0, 0]
-        for chunk in chunks:  # the path of a list column is, for instance, `support_ids.list.element`
+        for chunk in chunks:  # a list column's path goes on after its name: `support_ids.list.element`
             sizes[chunk.path_in_schema.split(".")[0] not in first] += chunk.total_compressed_size
         for column_spans, size in zip(spans, sizes, strict=True):
             column_spans.append(digest(path, end, end + size))

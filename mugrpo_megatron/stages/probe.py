@@ -1,8 +1,9 @@
-"""A stage's probe: the logprobs of some of its responses after different numbers of its updates, for the report.
+"""A stage's probe: the logprobs of some of its responses after different numbers of its updates.
 
-probe/stage00003/responses.parquet the responses: tokens as text, the engine's logprobs, reward, advantage
+    probe/stage00003/responses.parquet    the responses: tokens as text, the engine's logprobs, reward, advantage
+    probe/stage00003/age00128.parquet     their logprobs under the weights after 128 of the stage's updates
 
-probe/stage00003/age00128.parquet their logprobs under the weights after 128 of the stage's updates
+The report shows it as a heat map.
 """
 
 from __future__ import annotations
@@ -66,14 +67,14 @@ class Probe:
 
 
 def probe_ages(updates: int) -> tuple[int, ...]:
-    """The ages (numbers of updates taken on it) at which a stage of so many updates is probed; none for a short
-    stage."""
+    """The ages (numbers of updates taken) at which a stage of so many updates is probed: at most INTERVALS + 1, none if
+    it has fewer than MIN_UPDATES_APART updates."""
     intervals = min(INTERVALS, updates // MIN_UPDATES_APART)
     return tuple(round(index * updates / intervals) for index in range(intervals + 1)) if intervals else ()
 
 
 def write_responses(directory: Path, responses: Sequence[ProbeRow]) -> None:
-    """Write the responses that a stage's probe follows; called before the first `write_age`."""
+    """Write the responses of a stage's probe, whose logprobs `write_age` writes at each age; call it first."""
     directory.mkdir(parents=True, exist_ok=True)
     columns = {name: [getattr(row, name) for row in responses] for name in SCHEMA.names}
     _write(directory / RESPONSES, pa.table(columns, schema=SCHEMA))

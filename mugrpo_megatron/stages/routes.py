@@ -41,12 +41,13 @@ REMEDIES = {
 }
 
 Append = Callable[[Sequence[int], Iterable[np.ndarray]], None]
-"""Appends an update's routes: tokens with routes of each response, and each layer's experts [T, k]."""
+"""Function that appends an update's routes. Its arguments are the number of tokens with routes of each response and,
+for each layer, the experts of all T tokens, uint8 or uint16 [T, k]."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteSpan:
-    """The place of one update's routes in the file, and their checksum."""
+    """Where one update's routes begin in the file, how many there are, and their checksum."""
 
     start: int
     tokens: int
@@ -95,7 +96,8 @@ class StoredRoutes:
                 block = os.pread(file.fileno(), size, self.start + layer * self.stride)
                 if len(block) != size or zlib.crc32(block) != self.sums[layer]:
                     raise UserError(
-                        f"{self.path}: damaged, since layer {layer} of a response has another checksum; {self.remedy}"
+                        f"{self.path}: damaged, since a response's layer {layer} does not have the recorded checksum; "
+                        f"{self.remedy}"
                     )
                 experts[index] = np.frombuffer(block, kind).reshape(self.tokens, self.shape.topk)
         return experts
@@ -122,7 +124,7 @@ class RouteColumn(Column):
     def write_file(self) -> Iterator[tuple[Append, Callable[[Mapping[str, Any]], None]]]:
         """Yield a function that appends the routes of one update, and one that completes the column.
 
-        The second is called after the block, with the column's identity: for a writer that learns only at the end which
+        Call the second after the block, with the column's identity. So a writer need not know before the end which
         stage the column belongs to.
         """
         self.begin()
@@ -151,7 +153,7 @@ class RouteColumn(Column):
             yield append, finish
 
     def read(self, update: int, lengths: Sequence[int]) -> list[StoredRoutes]:
-        """The routes of an update's responses, as places in the file; only checksums are read here.
+        """Where the routes of an update's responses are in the file; the routes themselves are not read yet.
 
         `lengths` is the number of tokens with routes of each response. Raises UserError that ends with `remedy` when a
         file is missing or damaged, or when the column has another identity.
@@ -194,10 +196,11 @@ def route_column(directory: Path, routers: Replay, identity: Mapping[str, Any]) 
 
 
 def with_routes(samples: list[Sample], directory: Path, content: str, update: int, replay: Replay) -> list[Sample]:
-    """Add to the samples of an update the routes that they replay, which are read on demand.
+    """Add to the samples of an update the routes that training replays; these are read only when they are needed.
 
-    `content` is the stage's checksum. Nothing is added without replay, or before the learner has recorded its routes.
-    Raises UserError when the file of the routes is damaged, or when the engine's are missing.
+    `content` is the stage's checksum. Nothing is added if `replay` is "off", or if it is "learner" and the learner has
+    not recorded its routes yet. Raises UserError when the file of the routes is damaged, or when the engine's routes
+    are missing.
     """
     if replay == "off":
         return samples
@@ -227,7 +230,10 @@ def append_routes(table: pa.Table, samples: Sequence[Sample]) -> pa.Table:
         return table
     experts = [response.experts for response in routes if isinstance(response, InMemoryRoutes)]
     if len(experts) < len(routes):
-        raise ValueError("all samples of a stage have the engine's routes, or none")
+        raise ValueError(
+            f"{len(experts)} of {len(routes)} samples have the engine's routes; all samples of a stage must have "
+            "them, or none"
+        )
     (layers, _, topk), width = experts[0].shape, experts[0].dtype.itemsize
     metadata = dict(zip(SIZES, map(str, (layers, topk, width)), strict=True))
     field = pa.field(COLUMN, pa.large_binary(), nullable=False, metadata=metadata)
@@ -241,7 +247,7 @@ def without_routes(schema: pa.Schema) -> pa.Schema:
 
 
 def split_routes(table: pa.Table) -> tuple[pa.Table, UpdateRoutes | None]:
-    """Split an update's table into one without routes, and the routes; None if the table has none."""
+    """Returns an update's table without the column of routes, and the routes; None in their place if there are none."""
     if COLUMN not in table.schema.names:
         return table, None
     layers, topk, width = (int(table.schema.field(COLUMN).metadata[name.encode()]) for name in SIZES)

@@ -1,7 +1,7 @@
 """The Parquet files of a stage: their schema, the conversion of samples to Arrow tables and back, and shards.
 
 One row is one response. The columns that training reads come first in each row group, so that an update reads and
-verifies one range of bytes and no more. Some columns are *optional* (routes, a loss mask): to add one, give `Sample` a
+verifies one range of bytes and no more. Some columns are *optional*, such as a loss mask: to add one, give `Sample` a
 field that is None by default and `OPTIONAL` a line.
 """
 
@@ -87,7 +87,7 @@ def optional_columns(samples: Iterable[Sample]) -> tuple[str, ...]:
 
 
 def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, ...]) -> None:
-    """Raise UserError when new groups have other optional columns than the stage has in its `columns`."""
+    """Raise UserError when new groups have other optional columns (`new`) than the stage, which has `columns`."""
     present = tuple(name for name in OPTIONAL if name in columns)
     if present != new:
         raise UserError(
@@ -104,7 +104,8 @@ def check_file(path: Path, stored: pa.Schema, remedy: str) -> None:
 
 
 def without_nulls(stored: pa.Schema) -> pa.Schema:
-    """The schema of a file, with nulls forbidden in all columns in which a stage must not have any."""
+    """The schema `stored` of a file, with nulls forbidden in the columns of a stage that must not have any (all whose
+    `FieldSpec.empty` is false)."""
     for index, column in enumerate(stored):
         if column.name in COLUMNS:
             stored = stored.set(index, column.with_nullable(COLUMNS[column.name].empty))
@@ -168,7 +169,7 @@ def to_table(samples: Sequence[Sample]) -> pa.Table:
 
 
 def to_samples(table: pa.Table) -> list[Sample]:
-    """The samples in a table that has all of a stage's columns, or those that training reads.
+    """The samples in a table that has all columns of a stage, or only those that training reads.
 
     Their token arrays are views of the table's memory, except those of bool.
     """
@@ -234,7 +235,8 @@ class StageStatistics:
             self._components[name] = total + sum(values), count + len(values)
 
     def result(self) -> dict[str, float]:
-        """The stage's metrics: means over responses, fractions of responses and of groups, numbers of tokens."""
+        """The metrics of the stage's responses, by the names in `observe.metrics`; call it after all updates are
+        added."""
         sums = self._sums
         return {
             "responses": sums["responses"],
@@ -280,7 +282,8 @@ SHARD_SECONDS = 10.0
 """Limits on what a killed process can lose. A shard is written when its oldest group is this many seconds old, or when
 it has this many tokens, responses, or bytes of routes."""
 ROW_GROUP_TOKENS = 1 << 14
-"""Tokens in a row group of a shard. Sealing reads whole row groups; no group of responses is in two of them."""
+"""Most tokens in a row group of a shard, unless a single group of responses has more: no group of responses is in two
+row groups. Sealing reads whole row groups."""
 COMPRESSION: Final = "zstd"
 
 

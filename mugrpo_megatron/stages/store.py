@@ -96,7 +96,7 @@ def becomes_visible(condition: Callable[[], bool]) -> bool:
 
 
 def usable_shards(directory: Path, shards: list[StageShard], groups: set[int]) -> list[StageShard]:
-    """Those of the shards that are intact; UserError when one of `groups` is only in a damaged shard."""
+    """Returns the shards that are intact; UserError when one of `groups` is in no other shard than a damaged one."""
     usable = intact(directory, shards)
     lost = groups.difference(*(shard.groups for shard in usable))
     for shard in shards:
@@ -124,14 +124,16 @@ def update_rows(directory: Path, shards: list[StageShard], updates: int, prompts
             file = shard_of[group].file
             row_group, start, length = row_ranges[file][group]
             rows.append(read(file, row_group).slice(start, length))
-        # A shard that another program has written may allow nulls in any column.
+        # Shards that another program has written may differ in which columns allow nulls; the checked table allows none
+        # that a stage forbids.
         table = pa.concat_tables(rows, promote_options="default").combine_chunks()
         check_rows(directory, table, groups, REMEDY)
         yield table.cast(without_nulls(table.schema))
 
 
 def _row_ranges(path: Path, shard: StageShard) -> dict[int, RowRange]:
-    """Group -> the place of its rows in the file of a shard; no group is in two row groups."""
+    """Group -> where its rows are in the file of a shard. Raises UserError when the file does not match the shard's
+    entry in the manifest."""
     layout = pq.read_metadata(path)
     check_file(path, without_routes(layout.schema.to_arrow_schema()), REMEDY)
     starts = [0, *accumulate(layout.row_group(i).num_rows for i in range(layout.num_row_groups))]
@@ -160,7 +162,7 @@ class StageStore:
         self._writer, self._origin = writer, origin
         self._buffer = ShardBuffer()
         self._groups: set[int] = set()
-        """Groups that this store has written or buffered."""
+        """Groups that this store has buffered or its writer has written, in earlier processes too."""
         self._columns: tuple[str, ...] | None = None
         """Names of the stage's columns, which later groups must have too: all columns if the stage had shards already,
         else the optional ones. None before the first group."""
@@ -192,7 +194,7 @@ class StageStore:
 
     @property
     def content(self) -> str:
-        """A checksum of the sealed stage's responses; equal bytes have the same in any directory."""
+        """A checksum of the sealed stage's responses; copies of a stage have the same checksum in any directory."""
         return self._require_sealed().content
 
     @property
@@ -211,8 +213,8 @@ class StageStore:
         return self._require_sealed().statistics
 
     def verified_groups(self) -> set[int]:
-        """The indices of the groups that are intact on disk; damaged shards are logged and left out. Of a sealed stage,
-        all groups, without reading them.
+        """The indices of the groups that are intact on disk; damaged shards are logged and left out. For a sealed stage
+        these are all groups, and the responses are not read.
 
         Groups that are only buffered do not count, so a resumed stage generates exactly what is missing.
         """
@@ -226,7 +228,8 @@ class StageStore:
 
     @property
     def own_groups(self) -> set[int]:
-        """The indices of the groups that this store has written or buffered; empty before its first `append`."""
+        """The indices of the groups that this store has buffered or its writer has written, in earlier processes too;
+        empty before the first `append`."""
         return set(self._groups)
 
     def wait_for(self, groups: set[int], sealed: bool) -> bool:
@@ -248,7 +251,10 @@ class StageStore:
         # The engines get weights once for each stage, so all its groups have one weight version. Asynchronous trainers
         # (prime-rl, AReaL) update engines while they sample, and mix versions in a batch.
         if self._origin and any(sample.weight_version != self._origin.updates for sample in group):
-            raise ValueError(f"group {index} was not sampled after {self._origin.updates} updates: {self.directory}")
+            raise ValueError(
+                f"group {index} was not sampled after {self._origin.updates} updates, as all groups of "
+                f"{self.directory} have to be"
+            )
         optional = optional_columns(group)
         if self._columns is None:
             shards = self._shards()
@@ -351,8 +357,8 @@ class StageStore:
         """Two arrays with an entry for each sample of the sealed stage: rewards before the overlong penalty, and
         groups.
 
-        They are float64 [n] and int64 [n]. Only these are kept in memory. The first call verifies all that training
-        reads; UserError for damage.
+        They are float64 [n] and int64 [n], and they are kept in memory for later calls. The first call verifies all
+        bytes that training reads; UserError for damage.
         """
         if self._rewards is None:
             sealed = self._require_sealed()

@@ -201,4 +201,4 @@ def test_a_stage_with_some_routes_is_refused(tmp_path: Path) -> None:
     one, other = generated(0, [2, 2], 4)
     store = StageStore(tmp_path)
     store.append([one, replace(other, routes=None)])
-    refuses("all samples of a stage have the engine's routes, or none", store.flush, error=ValueError)
+    refuses("1 of 2 samples have the engine's routes; all samples of a stage", store.flush, error=ValueError)
