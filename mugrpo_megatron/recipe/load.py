@@ -373,7 +373,7 @@ def _dropped_keys(section: Table, objective: ObjectiveSection) -> str | None:
 
 
 def _applied(table: Table, override: str) -> Table:
-    """Returns `table` with an override `a.b=c` set. c is read as TOML (numbers, booleans, lists), or else is text."""
+    """Returns `table` with the override `a.b=c`. c is read as TOML (number, boolean, list); other text stays text."""
     dotted, equals, text = override.partition("=")
     *sections, key = dotted.strip().split(".")
     if not equals or not key or not sections:

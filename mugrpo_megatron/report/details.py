@@ -102,8 +102,8 @@ def _parts(
 
 
 def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageResponses | None:
-    """The responses of the stage in `directory`; None if it is not sealed. UserError if its file is damaged or
-    misplaced."""
+    """The responses of the stage in `directory`; None if the stage is not sealed. UserError if its file is damaged or
+    in the directory of another stage."""
     path = directory / SEALED_NAME
     if not path.is_file():
         return None

@@ -33,7 +33,7 @@ function, even if parsed values take twenty times their text."""
 
 
 class VerdictSink(Protocol):
-    """Where the verdicts on the responses of one `submit` go."""
+    """Receives the verdicts on the responses of one `submit`."""
 
     def put(self, index: int, verdict: Verdict) -> None:
         """Take the verdict on the response with this index; called once for every index."""
@@ -260,7 +260,7 @@ def batch_message(calls: Sequence[Call], needs: Needs, max_bytes: int) -> tuple[
         before = len(subjects)
         rows = [[item.response, subject(item), list(item.ids) if needs.ids else []] for item in call.items]
         text = json.dumps(rows)
-        # `json.dumps` writes ASCII only, so the number of characters is that of bytes.
+        # `json.dumps` writes ASCII only, so each character is one byte.
         size += len(text) + sum(map(len, subjects[before:]))
         if texts and size > max_bytes:
             del subjects[before:]

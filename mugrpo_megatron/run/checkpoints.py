@@ -251,7 +251,7 @@ def check_checkpoint_identity(path: Path, record: RunRecord) -> None:
         raise UserError(
             f"{path} holds the checkpoint {name}; give it this name (and move a directory that has the name away)"
         )
-    # The checkpoint at the start of a branch is that of the run that it branches from.
+    # The checkpoint at the start of a branch was saved by the run that it branches from.
     run = record.run_of_stage(cursor.stage) if cursor.age == 0 else record.id
     if state.get("run") != run:
         raise UserError(f"{path} is a checkpoint of run {state.get('run')}, not of {run}; move it away")

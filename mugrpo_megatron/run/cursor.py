@@ -94,7 +94,8 @@ def checkpoint_name(cursor: Cursor) -> str:
 def nats_moved(cursor: Cursor, metrics: Mapping[str, float]) -> float:
     """The KL(behaviour | policy) of a response, in nats: an exponential mean of `kl_response` over a stage's updates.
 
-    `metrics` are those of the update at the cursor. An update without a token to train on leaves the mean unchanged.
+    `metrics` has the metrics of the update at the cursor. An update without a token to train on leaves the mean
+    unchanged.
     """
     # It is a mean because `kl_response` of a single update varies twofold from batch to batch in a small run.
     return cursor.nats + SMOOTHING * (metrics.get("kl_response", cursor.nats) - cursor.nats)

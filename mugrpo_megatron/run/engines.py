@@ -56,7 +56,7 @@ class Engines:
 
     @property
     def writer(self) -> int:
-        """The number under which this rank writes to a stage: that of the engine that it leads, or 0."""
+        """The number under which this rank writes to a stage: the number of the engine that it leads, else 0."""
         return self.leader.slot.number if self.leader else 0
 
     def wake(self, memory: MemoryTag) -> None:

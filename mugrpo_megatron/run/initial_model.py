@@ -61,7 +61,7 @@ def weights_fingerprint(model: ModelSection) -> str:
 def check_initial_weights(record: RunRecord, model: ModelSection, source: str) -> None:
     """Raise UserError if `model.path` has other weights than the run began with; the error begins with `source`.
 
-    A record without the weights' fingerprint, such as that of a model of the hub, is not compared.
+    If the record has no fingerprint of weights, as for a model of the hub, nothing is compared.
     """
     if record.weights and record.weights != weights_fingerprint(model):
         raise UserError(

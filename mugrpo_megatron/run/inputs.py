@@ -50,7 +50,8 @@ def check_data(run_dir: Path, problems: Problems) -> None:
 
 
 def record_data(run_dir: Path, problems: Problems) -> None:
-    """Check the problems as `check_data` does, and record those of a new run. The caller holds the directory's lock."""
+    """Check the problems as `check_data` does, and write the checksums of a new run. The caller holds the directory's
+    lock."""
     check_data(run_dir, problems)
     if not (run_dir / DATA).exists():
         _write(run_dir / DATA, problem_sums(problems))
@@ -118,7 +119,7 @@ def check_user_files(recipe: Recipe) -> dict[str, str]:
 
 
 def record_user_files(recipe: Recipe) -> None:
-    """Check the files as `check_user_files` does, and record those that have no checksum yet.
+    """Check the files as `check_user_files` does, and write the checksums that the run does not have yet.
 
     The caller holds the directory's lock.
     """

@@ -79,7 +79,7 @@ class RunRecord:
 
 
 def read_record(run_dir: Path) -> RunRecord | None:
-    """Read the record of a run directory; None without one, UserError when it is damaged."""
+    """Read the record of a run directory; None if the directory has none, UserError when it is damaged."""
     path = run_dir / FILE_NAME
     if not path.exists():
         return None
@@ -111,7 +111,7 @@ def claim(run_dir: Path, model: HubModel | None = None, weights: str = "") -> Ru
 
 
 def check_run_dir(run_dir: Path) -> RunRecord | None:
-    """Check that a run may use `run_dir`; returns the record of the run in it, None for a new run.
+    """Check that a run may use `run_dir`; returns the record of the run in it, or None if there is no run yet.
 
     Raises UserError when `run_dir` is no directory, is the current, home or root directory, or has a run's files
     without a record.

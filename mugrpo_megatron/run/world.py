@@ -1,6 +1,6 @@
-"""How the ranks of a run communicate outside the learner: barriers, gathers, shared counters.
+"""Communication of a run's ranks outside the learner: barriers, gathers, shared counters.
 
-This module has the form for a single process.
+The class here is for a single process; `run.connected` has the one for several.
 """
 
 from __future__ import annotations

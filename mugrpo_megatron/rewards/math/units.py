@@ -118,8 +118,8 @@ Unit = tuple[tuple[str, int], ...]
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
-    r"""Split text into a number and the unit after it. The unit is None without a unit, and if a word of it is not
-    known.
+    r"""Split text into a number and the unit after it. The unit is None if there is none, or if a word in it is not a
+    known unit.
 
     "percent" becomes a percent sign and "million" a power of ten. The whole text is returned if there is nothing before
     the words, or if a word changes the number ("5 or more").
