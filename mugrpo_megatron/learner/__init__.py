@@ -8,6 +8,7 @@ linear      linear layers that add to main_grad            optimizer         Ada
 attention   causal attention over packed sequences         checkpoint        save and load in any layout
 context     flash attention; rows split over ranks         routing           experts that tokens went to before
 operators   RMSNorm, SwiGLU, rotary embedding              latent            multi-head latent attention
+delta       gated delta networks
 """
 
 # Imported first: without CUDA it replaces what Megatron calls in `torch.cuda`, before this package's modules import

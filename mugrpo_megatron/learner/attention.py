@@ -23,7 +23,7 @@ from mugrpo_megatron.learner.context import ContextSplit, attend, flash_attentio
 from mugrpo_megatron.learner.operators import rotate, rotate_
 
 _WASTE = 1.25
-"""Largest padded area of a bucket, as a multiple of its tokens."""
+"""Largest number of slots of a bucket, padding included, as a multiple of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Packing(PackedSeqParams):
 
     @cached_property
     def pre_rotated(self) -> Packing:
-        """This packing for queries and keys that are already rotated."""
+        """This packing without a rotation, for queries and keys that are already rotated."""
         return replace(self, rotation=None)
 
 
@@ -161,7 +161,7 @@ class Unpad(torch.autograd.Function):
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention inside each segment of a packed micro-batch; grouped-query heads; no dropout.
+    """Causal attention inside each segment of a packed micro-batch, with grouped-query heads and without dropout.
 
     Forward takes query [t, 1, hq, d], key and value [t, 1, hkv, d] in the parameters' dtype and a `Packing`, and
     returns [t, 1, hq * d].

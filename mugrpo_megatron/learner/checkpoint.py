@@ -1,8 +1,8 @@
 """Save the learner's full state (weights, master weights, moments, counters) and load it in any layout.
 
-megatron.core.dist_checkpointing writes it in model space (a moment has its parameter's shape and name), so tensor,
-pipeline and data parallel sizes may change between save and load. Each state is written once, by one of the data
-parallel ranks that hold a part of it. A checkpoint has no states of random generators: dropout is off, and all
+megatron.core.dist_checkpointing writes the state in model space: a moment has its parameter's shape and name. So
+tensor, pipeline and data parallel sizes may change between save and load. Each state is written once, by one of the
+data parallel ranks that hold a part of it. A checkpoint has no states of random generators: dropout is off, and all
 randomness of a run derives from `run.seed` and the cursor.
 """
 
@@ -79,7 +79,10 @@ def fill_state(state: Any, reader: Reader) -> Any:
 
 
 def load_weights(chunk: PolicyModel, tensors: dict[str, torch.Tensor]) -> None:
-    """Load `tensors`, as `fill_state` returns them, into a chunk; raises RuntimeError if a trained one is missing."""
+    """Load `tensors`, as `fill_state` returns them, into a chunk.
+
+    Raises RuntimeError if the tensor of a trained parameter is missing, or if the chunk has no parameter for a tensor.
+    """
     missing, unexpected = chunk.load_state_dict(tensors, strict=False)
     frozen = {name for name, parameter in chunk.named_parameters() if not parameter.requires_grad}
     if unexpected or (absent := [name for name in missing if name not in frozen and not name.endswith(EXTRA_STATE)]):
@@ -106,8 +109,8 @@ def _tensor(sharded: ShardedTensor, reader: Reader) -> torch.Tensor:
 class DiskWriter(torch_checkpoint.FileSystemWriter):
     """A writer that turns the error of a full disk into a UserError on the rank that has it.
 
-    It does so there because torch sends the other ranks only the last exception of a chain, without those that caused
-    it, and the full disk may be one of these.
+    torch sends the other ranks only the last exception of a chain, and the error of the full disk may be an earlier
+    one.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -120,11 +123,10 @@ class DiskWriter(torch_checkpoint.FileSystemWriter):
 
 
 class WriteInProcess(TorchDistSaveShardedStrategy):
-    """Writes Megatron's `torch_dist` format in this process, when the request is executed.
+    """Writes Megatron's `torch_dist` format in this process when the returned request is executed, with `group`.
 
-    Megatron forks writers and starts a manager process for their results. That takes seconds for the first save of a
-    small model, forks a process that has threads, and leaves the manager running when a rank is killed. Collectives use
-    `group`.
+    Megatron's own strategy forks writers and starts a manager process for their results. That takes seconds for the
+    first save of a small model, forks a process that has threads, and leaves the manager running if a rank is killed.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -191,7 +193,7 @@ def begin_save(
 
 
 def _bytes(learner: Learner) -> int:
-    """The approximate bytes of a checkpoint: those of this rank's shard of each parameter, times the shards' number."""
+    """The approximate bytes of a checkpoint: for each parameter, those of this rank's shard times its shards."""
     stages = learner.ranks.pp_size
     dense = learner.ranks.tp_size * stages
     experts = parallel_state.get_expert_tensor_and_model_parallel_world_size() * stages
@@ -241,7 +243,7 @@ def load(learner: Learner, directory: Path) -> Saved:
 
 
 def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
-    """The learner's sharded weights, and the optimizer states that this rank writes, by the model's parameter names.
+    """The learner's sharded weights as `model`, and the optimizer states that this rank writes as `optimizer`.
 
     The optimizer states are copies in host memory; with `copy`, so are the weights that this rank writes.
     """
@@ -258,7 +260,7 @@ def _to_save(learner: Learner, copy: bool) -> dict[str, Any]:
 
 
 def _model(learner: Learner) -> list[dict[str, Any]]:
-    """The sharded state of each chunk; with adapters only theirs, because the other weights do not change."""
+    """The sharded state of each chunk. If adapters are trained, only theirs, because no other weight changes."""
     states = [chunk.sharded_state_dict() for chunk in learner.models]
     if learner.adapters is None:
         return states
@@ -283,7 +285,7 @@ def _state(learner: Learner) -> dict[str, Any]:
 
 
 def _explained(failure: torch_checkpoint.CheckpointException) -> BaseException:
-    """The UserError among the ranks' errors, which a full disk raises (`DiskWriter`); else the failure itself."""
+    """The UserError that a full disk has raised on a rank (`DiskWriter`); without one, `failure` itself."""
     return next((error for error, _ in failure.failures.values() if isinstance(error, UserError)), failure)
 
 

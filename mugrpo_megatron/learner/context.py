@@ -58,7 +58,10 @@ def flash_attention(
 
 @cache
 def fastest_flash() -> str:
-    """Activate flash attention 3 for this process on Hopper if installed; returns the version that runs."""
+    """Activate flash attention 3 for this process if the GPU is a Hopper and its kernels are installed.
+
+    Returns the version that runs, "FA3" or "FA2".
+    """
     # torch has the calls of version 3, and its kernels come with the package `flash_attn_interface`.
     name = "FA3"
     hopper = torch.cuda.get_device_capability()[0] == 9
@@ -109,7 +112,7 @@ def gathered_indices(length: int, size: int) -> np.ndarray:
 
 
 def split_segments(offsets: np.ndarray, rank: int, size: int, device: torch.device) -> ContextSplit:
-    """The part of rank `rank` of `size` of a packed row; `offsets` int [n + 1] are the bounds of its n segments."""
+    """Rank `rank`'s part of a packed row that `size` ranks share; `offsets` int [n + 1] are its n segments' bounds."""
     length = int(offsets[-1])
     block = length // (2 * size)
     queries, keys = [], []
@@ -140,9 +143,9 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, split: ContextSplit, scale: float | None) -> torch.Tensor:
-    """Compute causal attention of this rank's queries [t, hq, d] to the keys and values of all ranks; [t, hq, d].
+    """Compute causal attention of this rank's queries [t, hq, d] to the keys and values of all ranks.
 
-    `k` and `v` [t, hkv, d] are this rank's; they are gathered here.
+    `k` and `v` [t, hkv, d] are this rank's, and are gathered here. Returns [t, hq, d]. Collective.
     """
     heads = (k.shape[1], v.shape[1])
     k, v = gather_rows(torch.cat([k, v], dim=1)).index_select(0, split.key_rows).split(heads, dim=1)

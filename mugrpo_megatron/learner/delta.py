@@ -43,7 +43,10 @@ class DeltaSubmodules:
 
 
 class GatedDeltaNet(MegatronModule):
-    """A layer that maps [t, 1, hidden] to [t, 1, hidden]; under sequence parallelism t is a rank's part of the rows."""
+    """A gated delta network over each segment, which maps [t, 1, hidden] to [t, 1, hidden].
+
+    Under sequence parallelism t is a rank's part of the rows.
+    """
 
     def __init__(
         self,
@@ -59,7 +62,7 @@ class GatedDeltaNet(MegatronModule):
         ranks = self.group.size()
         self.keys, self.values, self.heads = sizes.keys // ranks, sizes.values // ranks, sizes.value_heads // ranks
         self.sections = [self.keys, self.keys, self.values, self.values, self.heads, self.heads]
-        """Rows of this rank's shard of in_proj: query, key, value, gate z, beta, alpha."""
+        """Number of rows of each section of this rank's shard of in_proj: query, key, value, gate z, beta, alpha."""
         linear: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": self.group}
         self.dt_bias = self._parameter(self.heads)
         # Published checkpoints have A_log and the norm's weight in float32: bfloat16 would change A by up to 1.6 %.
@@ -77,8 +80,8 @@ class GatedDeltaNet(MegatronModule):
         self.conv1d.register_parameter("weight", self._parameter(sizes.channels // ranks, 1, sizes.kernel))
         self.out_norm = RMSNorm(config, sizes.value, config.layernorm_epsilon)
         self.out_norm.weight.data = self.out_norm.weight.data.float()
-        # Megatron must not sum this gradient over ranks: it covers this rank's heads, and the backward of `forward`
-        # adds the other ranks' parts.
+        # Megatron must not sum this gradient over the ranks, because `copy_to_tensor_model_parallel_region` in
+        # `forward` does: each rank has the part of its own heads.
         self.out_norm.weight.sequence_parallel = False  # type: ignore[attr-defined]
         self.out_proj = build_module(
             submodules.out_proj,
@@ -161,14 +164,13 @@ class GatedDeltaNet(MegatronModule):
 
 
 def delta_spec(sizes: Delta, backend: BackendSpecProvider) -> ModuleSpec:
-    """Specification of a gated delta network that takes the place of attention in a layer, with the backend's linear
-    layers."""
+    """The specification of a gated delta network in place of a layer's attention, with `backend`'s linear layers."""
     submodules = DeltaSubmodules(backend.column_parallel_linear(), backend.row_parallel_linear())
     return ModuleSpec(module=GatedDeltaNet, params={"sizes": sizes}, submodules=submodules)
 
 
 class _Pad(torch.autograd.Function):
-    """Pad packed rows [t, d] to [slots, d]. The gradient of a slot that only pads is zero, and backward skips it."""
+    """Pad packed rows [t, d] to [slots, d]; backward skips the slots that only pad, whose gradient is zero."""
 
     @staticmethod
     def forward(ctx: Any, packed: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Process groups: the torch.distributed world, Megatron's groups on top, and timeouts that name their cause."""
+"""Process groups: the torch.distributed world, Megatron's groups in it, and errors that say why a collective failed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Ranks:
 
     @property
     def owns_tokens(self) -> bool:
-        """Whether this rank contributes its tokens to a gather: together, such ranks hold each token once."""
+        """Whether a gather takes this rank's tokens: the ranks for which this is true together hold each token once."""
         return self.last_pp_stage and self.tp == 0
 
 
@@ -85,7 +85,7 @@ def initialize(run: RunSection, layout: ParallelSection, threads: int = 0) -> Ra
     if dist.get_world_size() % block:
         raise UserError(
             f"parallel: tensor {layout.tensor} x pipeline {layout.pipeline} x context {layout.context} needs a "
-            f"multiple of {block} ranks but {dist.get_world_size()} run; start that many or shrink the layout"
+            f"multiple of {block} ranks but {dist.get_world_size()} run; start a multiple of {block}, or lower a size"
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -127,8 +127,8 @@ def shutdown_after(ranks: Ranks) -> Iterator[None]:
 def named_phase(ranks: Ranks, phase: str | None = None) -> Iterator[None]:
     """Turn the error of a failed collective inside the block into a CollectiveFailure.
 
-    Its message names this rank, the phase, the likely cause and every other rank's last heartbeat. Without `phase`, the
-    phase is the one that this rank's heartbeat reports already.
+    Its message names this rank, the phase, the likely cause and every rank's last heartbeat. `phase` also becomes the
+    phase that this rank's heartbeat reports; without it the message names the phase that the heartbeat reports already.
     """
     if ranks.heartbeat and phase:
         ranks.heartbeat.note(phase)
@@ -173,7 +173,7 @@ def _join(backend: str, timeout: timedelta) -> None:
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store: dist.Store = dist.HashStore()  # a single process needs no port
     if world > 1:
-        # Nodes may start minutes apart, which may be longer than the timeout of the groups, made for collectives.
+        # Nodes may start minutes apart, and the groups' timeout, which is for collectives, may be shorter than that.
         store, rank, world = next(rendezvous("env://", rank, world, timeout=ARRIVAL))
         store.set(f"arrived/{rank}", "")
         late = list(range(world))
@@ -192,9 +192,9 @@ def _join(backend: str, timeout: timedelta) -> None:
 
 
 def _set_threads(threads: int, device: torch.device) -> int:
-    """Set the number of this rank's CPU threads (0: its share of the cores); returns the smallest number of any rank.
+    """Let this rank use `threads` CPU threads or, with 0, its share of the node's cores.
 
-    Collective.
+    Returns the smallest number of threads of any rank. Collective.
     """
     threads = threads or max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
     torch.set_num_threads(threads)
@@ -207,7 +207,7 @@ def _ranks(device: torch.device, threads: int, patience_s: float) -> Ranks:
     rank, world = dist.get_rank(), dist.get_world_size()
     node = f"node {os.environ.get('GROUP_RANK', '0')}, {socket.gethostname()}"
     store = dist.distributed_c10d._get_default_store()
-    # If a rank is lost, gloo raises an error on the others, but with NCCL they wait in a kernel until its timeout.
+    # If a rank is lost, gloo raises an error on the other ranks, but NCCL lets them wait in a kernel until its timeout.
     on_loss = end_process if device.type == "cuda" else None
     return Ranks(
         device=device,
@@ -229,9 +229,9 @@ def _ranks(device: torch.device, threads: int, patience_s: float) -> Ranks:
 
 
 def end_process(account: str) -> None:
-    """Print `account`, the reason, and exit with code 1.
+    """Print `account`, which says why, and end the process at once with code 1.
 
-    The process exits at once because its main thread waits in a CUDA call, which no exception reaches. Nothing is
+    Its main thread waits in a CUDA call, which no exception reaches. Nothing is
     cleaned up: engines end with the process that started them, and a resumed run removes partial files.
     """
     print(f"mugrpo: {account}\nThe same command continues the run.", file=sys.stderr, flush=True)

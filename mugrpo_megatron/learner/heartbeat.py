@@ -49,7 +49,7 @@ class LastBeat:
 
 
 class Heartbeat:
-    """Writes this rank's heartbeat and reads the others'."""
+    """Writes this rank's heartbeat to the rendezvous store, reads those of all ranks, and says which ranks are lost."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Heartbeat:
         self.doing = what
 
     def leave(self, failed: bool = False) -> None:
-        """Stop the heartbeat; unless this rank has `failed`, the others do not count it as lost from now on."""
+        """Stop the heartbeat. The other ranks will count this one as lost only if it has `failed`."""
         self._left = not failed
         self._leaving.set()
         self._requests.put((lambda store: None, Future()))  # an empty request, which wakes the thread
@@ -134,11 +134,11 @@ class Heartbeat:
         return [rank for rank, heard in begins.items() if self._read_at - heard > seconds]
 
     def likely_cause(self) -> str:
-        """A sentence about the missing heartbeat that explains a failed collective; empty when all ranks are alive."""
+        """Why a collective has probably failed: ranks without heartbeat, or a lost store; empty if neither is known."""
         return self._missing(2 * self._interval, range(self._world))
 
     def loss(self) -> str:
-        """The message that a rank or the store is lost, with every rank's last heartbeat; empty while none is.
+        """The message that a rank or the store is lost, with every rank's last heartbeat; empty if all are there.
 
         A rank is lost after `LOST_BEATS` missed heartbeats, unless it had finished, or after `patience_s` if that is
         shorter.
@@ -184,7 +184,10 @@ class Heartbeat:
         )
 
     def _watch(self, on_loss: Callable[[str], None]) -> None:
-        """Call `on_loss` when a rank is lost, except in a barrier, which raises by itself, and `CLEANUP_S` after it."""
+        """Call `on_loss` once when a rank or the store is lost.
+
+        It is not called during a barrier, which raises an error itself, and for `CLEANUP_S` seconds after one.
+        """
         while not self._leaving.wait(self._interval):
             if time.monotonic() > self._excused_until and (account := self.loss()):
                 on_loss(account)
@@ -212,7 +215,7 @@ class Heartbeat:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Write this rank's heartbeat and read the others'."""
+        """Write this rank's heartbeat and read the last one of every rank that has sent one."""
         self._beats += 1
         beat = {"node": self._node, "note": self.doing, "beat": self._beats, "left": self._left}
         self._store.set(f"heartbeat/{self._rank}", json.dumps(beat))

@@ -1,9 +1,10 @@
 """Multi-head latent attention over packed sequences (arXiv 2405.04434, section 2.1; DeepSeek-V3, GLM-4.7-Flash).
 
-Queries, keys and values are projected to a latent and from there to heads; a key's rotated part comes straight from the
-input and is the same for all heads. Megatron's own module rotates by the row's index, not by each segment's positions,
-and needs Transformer Engine to be built. This module has the same parameters, except that the projections to latents
-are one product as in SGLang. Every tensor parallel rank computes all of the latents, and its own heads of the rest.
+Keys and values are projected to a latent and from there to heads, and queries to another latent. The rotated dimensions
+of a key come directly from the input and are the same for all heads. Megatron's own module rotates by the row's index,
+not by each segment's positions, and needs Transformer Engine. This module has the same parameters, except that the
+projections to the two latents are one product, as in SGLang. Every tensor parallel rank computes both latents in full,
+and queries, keys and values of its own heads.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class LatentAttention(Attention):
         """Returns the output, and None as its bias."""
         query, key, value = self.get_query_key_value_tensors(hidden_states, packed_seq_params)
         # Flash attention takes queries, keys and values of one size only, so values are padded with zeros, and the
-        # zeros in its output are cut off.
+        # padding is cut off the output.
         value = F.pad(value, (0, self.sizes.head - self.sizes.value))
         recomputes = self.checkpoint_core_attention and self.training
         attend = self._checkpointed_attention_forward if recomputes else self.core_attention
@@ -90,7 +91,7 @@ class LatentAttention(Attention):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute query and key [t, 1, heads, head], both rotated, and value [t, 1, heads, value].
 
-        They are those of this rank's heads, for the rows of all tensor parallel ranks.
+        The heads are this rank's; the t rows are those of all tensor parallel ranks.
         """
         sizes = self.sizes
         if sizes.query:
@@ -108,14 +109,14 @@ class LatentAttention(Attention):
         return query, torch.cat([key, shared.expand(-1, -1, key.shape[2], -1)], dim=-1), value
 
     def _gather_rows(self, rotary: torch.Tensor) -> torch.Tensor:
-        """Gather the rotated dimensions of the keys of all rows; backward sums the gradients of all ranks' heads."""
+        """The keys' rotated dimensions `rotary` [t, 1, d] of all ranks' rows; backward sums the ranks' gradients."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(rotary, tensor_parallel_output_grad=True)
         return copy_to_tensor_model_parallel_region(rotary)
 
 
 def latent_spec(sizes: Latent, backend: BackendSpecProvider) -> ModuleSpec:
-    """Specification of the latent attention of a layer, with the backend's linear layers."""
+    """The specification of a layer's latent attention, with the linear layers of `backend`."""
     return ModuleSpec(
         module=LatentAttention,
         params={"sizes": sizes, "attn_mask_type": AttnMaskType.causal},

@@ -48,7 +48,7 @@ class HostCopy:
 
 @dataclass
 class Learner:
-    """A rank's share of the policy and of its optimizer, with the counters of a run."""
+    """One rank's share of the policy and of its optimizer, and the counters of the run."""
 
     recipe: Recipe
     ranks: Ranks
@@ -71,12 +71,12 @@ class Learner:
         return [policy(chunk) for chunk in self.chunks]
 
     def adapter_files(self) -> dict[str, Any]:
-        """The adapter's files by their names in `hf/`, on rank 0; empty without adapters. Collective."""
+        """The adapters' files by their names in `hf/`, on rank 0; empty without adapters. Collective."""
         return self.adapters.files(self.models) if self.adapters else {}
 
     @property
     def routed(self) -> tuple[int, int]:
-        """In a mixture of experts: the number of experts of a layer, and the number that each token is sent to."""
+        """The number of experts in a layer of a mixture of experts, and the number of them that a token is sent to."""
         return self.architecture.experts, self.architecture.transformer["moe_router_topk"]
 
     @property
@@ -131,7 +131,7 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
     if ranks.device.type == "cpu" and ranks.tp_size > 1 and recipe.parallel.expert > 1:
         raise UserError(
             f"parallel: tensor {ranks.tp_size} with expert {recipe.parallel.expert} needs CUDA: ranks get unequal "
-            "numbers of tokens, which gloo cannot gather; on CPU use only one of the two"
+            "numbers of tokens, which gloo cannot gather; on CPU set parallel.tensor or parallel.expert to 1"
         )
     if ranks.device.type == "cuda":
         fastest_flash()
@@ -166,8 +166,7 @@ def _reduce_gradients(chunks: list[torch.nn.Module], tokens: Any, **groups: Any)
 
 
 def _states(learner: Learner) -> list[torch.Tensor]:
-    """The optimizer's moments and master weights; the latter not if they are views of the model's weights, as in
-    float32."""
+    """The optimizer's moments, and its master weights unless they are views of the model's weights, as in float32."""
     states = []
     for shard in shards(learner.optimizer):
         weights = {buffer.param_data.untyped_storage().data_ptr() for buffer in shard.buffers}
@@ -195,12 +194,10 @@ class _Slabs:
 
 
 def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[HostCopy]:
-    """Copy `tensors`, each of which fills its storage, to the host, and free their storages.
+    """Copy `tensors`, each of which fills its storage, to the host, and free their device memory.
 
-    If `keep` is false, nothing is copied, and `copy_back` restores zeros.
-
-    On CUDA the copies here and in `copy_back` are asynchronous, so the learner reads and packs its first update while
-    they run. Synchronise the device before another process takes the memory.
+    If `keep` is false, nothing is copied, and `copy_back` restores zeros. On CUDA the copies are asynchronous: the
+    caller synchronises the device before another process takes the memory.
     """
     copies: list[HostCopy] = []
     slabs = _Slabs()
@@ -212,14 +209,17 @@ def move_to_host(tensors: Iterable[torch.Tensor], keep: bool = True) -> list[Hos
             for host_slice, device_slice in _slices(host, device_bytes):
                 host_slice.copy_(device_slice, non_blocking=True)
         copies.append(HostCopy(tensor, len(device_bytes), host))
-        # Only the storage is emptied, so tensors and their views (Megatron's buffers have many) stay valid until
-        # `copy_back`.
+        # Only the storage is emptied: the tensor and its views, of which Megatron's buffers have many, still refer to
+        # it, and `copy_back` restores all of them.
         tensor.untyped_storage().resize_(0)
     return copies
 
 
 def copy_back(copies: Iterable[HostCopy]) -> None:
-    """Restore the storages that `move_to_host` freed, with their values; with zeros if it kept none."""
+    """Allocate the memory that `move_to_host` freed, and restore its values, or zeros where it kept none.
+
+    On CUDA the copies are asynchronous, so the learner reads and packs its first update while they run.
+    """
     for copy in copies:
         copy.tensor.untyped_storage().resize_(copy.bytes)
         device_bytes = _storage_bytes(copy.tensor)
@@ -231,7 +231,7 @@ def copy_back(copies: Iterable[HostCopy]) -> None:
 
 
 def _slices(host: list[torch.Tensor], device_bytes: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yields each slice of host memory, with the slice of the tensor's bytes that it holds."""
+    """Yield each slice of host memory together with the part of `device_bytes` that it is a copy of."""
     return zip(host, device_bytes.split([len(host_slice) for host_slice in host]), strict=True)
 
 

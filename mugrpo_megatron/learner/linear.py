@@ -22,7 +22,7 @@ from mugrpo_megatron.megatron_compat import grouped_mlp
 
 
 class ColumnParallel(ColumnParallelLinear):
-    """A linear layer with W split by rows, which sums its input's gradient over ranks while it computes W's."""
+    """A linear layer with W split by rows. Backward sums x's gradient over the ranks while it computes that of W."""
 
     def _forward_impl(self, input: torch.Tensor, weight: torch.Tensor, *_: Any, **options: Any) -> torch.Tensor:
         return _product(input, weight, **options)
@@ -136,8 +136,11 @@ class _PlaceholderGrad(torch.autograd.Function):
 
 
 def with_placeholder_grad(weight: torch.Tensor) -> torch.Tensor:
-    """The weight with a placeholder for its gradient, so that DDP's hook is called although the gradient is already in
-    `main_grad`."""
+    """The weight itself, whose backward gives it a placeholder gradient.
+
+    DDP's hook is called only for a weight that gets a gradient, and the loss path has added the real one to
+    `main_grad`.
+    """
     return _PlaceholderGrad.apply(weight)
 
 
@@ -153,6 +156,9 @@ def _placeholder_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _gathered(x: torch.Tensor, group: dist.ProcessGroup | None, wait: bool = True) -> tuple[torch.Tensor, Any]:
-    """Gather the rows of all ranks; returns them and, without `wait`, the handle of the collective that still runs."""
+    """Gather the rows of all ranks; returns them and, without `wait`, the handle of the gather, which still runs.
+
+    With `wait` the handle is None.
+    """
     rows = x.new_empty(x.shape[0] * dist.get_world_size(group), *x.shape[1:])
     return rows, dist.all_gather_into_tensor(rows, x.contiguous(), group=group, async_op=not wait)

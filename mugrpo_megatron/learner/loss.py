@@ -38,20 +38,21 @@ TokenLoss = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 def objective_loss(learner: Learner, inputs: LossInputs, statistics: UpdateStatistics | None) -> HiddenLoss:
     """Make the function that computes the objective's loss of a micro-batch.
 
-    `inputs` are those of the whole update, in the order of its samples. The function adds the gradient of the output
-    weight directly to its `main_grad`, times the loss scale, which is the gradient of the loss that backward starts
-    from (1 except in float16).
+    `inputs` are those of the whole update, in the order of its samples. Unless a CPU rank runs micro-batches at once,
+    the function adds the gradient of a trained output weight directly to its `main_grad`. That gradient is multiplied
+    by the loss scale (1 except in float16), from which the backward pass starts too.
     """
     scale = loss_scale(learner.optimizer)
     layout = head_layout(learner, learner.recipe.rollout.temperature)
-    # CPU lanes run micro-batches concurrently and return their gradients (cpu.megatron); main_grad is shared.
+    # Threads that run micro-batches at once on CPU must not add to the shared main_grad: they return their gradients,
+    # which are then added in order (cpu.megatron).
     direct = learner.lanes == 1
 
     def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         weight = model.output_weight()
         # Megatron's DDP sets main_grad on trained parameters only; with adapters the output weight is frozen.
         main_grad = getattr(weight, "main_grad", None) if direct else None
-        # DDP's hook has to be called once for each weight; for a tied weight the gradient of the embedding calls it.
+        # DDP's hook has to be called exactly once for each weight. For a tied weight the embedding's gradient does it.
         if main_grad is not None and not model.shares_weight:
             weight = with_placeholder_grad(weight)
         fused = fused_policy_loss(
@@ -90,7 +91,7 @@ def make_loss_inputs(
     rows = counted_responses(before_penalty(rewards, penalties(samples)), groups, truncated, section)
     counted = None if rows is None else torch.from_numpy(rows).to(device)
     weights = response_weights(lengths, section, constant_length=longest_response, counted=counted)
-    behaviour = _column(samples, "behaviour_logprobs", "behaviour", device)
+    behaviour = _column(samples, "behaviour_logprobs", "rollout.behaviour", device)
     # Comparisons with NaN are false, so the veto and the masks would drop these tokens silently.
     if behaviour.isnan().any():
         raise ValueError(
@@ -108,23 +109,26 @@ def make_loss_inputs(
     proximal = ref = teacher = None
     # With proximal_every = 1 the proximal policy is the current policy and needs no column.
     if section.proximal_every > 1:
-        proximal = _column(samples, "proximal_logprobs", f"proximal_every = {section.proximal_every}", device)
+        proximal = _column(samples, "proximal_logprobs", f"objective.proximal_every = {section.proximal_every}", device)
     if section.kl_ref is not None:
-        ref = _column(samples, "ref_logprobs", f'kl_ref = "{section.kl_ref}"', device)
+        ref = _column(samples, "ref_logprobs", f'objective.kl_ref = "{section.kl_ref}"', device)
     if section.teacher is not None:
-        teacher = _column(samples, "teacher_logprobs", f'teacher = "{section.teacher}"', device)
+        teacher = _column(samples, "teacher_logprobs", f'objective.teacher = "{section.teacher}"', device)
     per_response = torch.from_numpy(np.asarray(advantages, dtype=np.float32)).to(device)
     return LossInputs(section, behaviour, per_response, segments, correction, proximal, ref, teacher)
 
 
 def _column(samples: Sequence[Sample], field: str, key: str, device: torch.device) -> torch.Tensor:
-    """The log-probabilities [T] in the samples' `field`, of all trained tokens.
+    """The log-probabilities float32 [T] of all trained tokens, from the samples' `field`.
 
-    Raises ValueError, which names the objective's `key`, if a sample has none.
+    Raises ValueError, which names the recipe's `key`, if a sample has none.
     """
     values = [(sample, getattr(sample, field)) for sample in samples]
     if any(logprobs is None for _, logprobs in values):
-        raise ValueError(f"objective.{key} needs {field} in every sample, and some samples have none")
+        raise ValueError(
+            f"{key} needs {field} in every sample, and some samples have none; pass samples of a stage that has this "
+            "column"
+        )
     return _flat([sample.trained(logprobs) for sample, logprobs in values], device)
 
 
@@ -133,9 +137,9 @@ def _flat(rows: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 
 
 def from_token_loss(learner: Learner, token_loss: TokenLoss, temperature: float) -> HiddenLoss:
-    """Make the function that computes `token_loss`, any differentiable function of log-probabilities, of a micro-batch.
+    """Make the function that computes `token_loss` of a micro-batch's log-probabilities at `temperature`.
 
-    The output layer then takes 4 GEMMs instead of the fused path's 3.
+    `token_loss` may be any differentiable function. The output layer takes 4 GEMMs instead of the fused path's 3.
     """
 
     def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:

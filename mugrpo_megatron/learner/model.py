@@ -39,11 +39,11 @@ from mugrpo_megatron.weights.table import NORMS
 
 
 def choose_backend(layers: str, device: torch.device) -> BackendSpecProvider:
-    """The provider of layer classes that `learner.layers` names; `auto` is Transformer Engine's on CUDA if that loads,
-    else the local ones.
+    """The provider of the layer classes that `layers`, the value of `learner.layers`, names.
 
-    Raises UserError when Megatron cannot load the Transformer Engine that `layers` asks for. A recipe that asks for one
-    that is not installed does not get here: `checks.layouts` refuses it.
+    `auto` takes Transformer Engine's classes on CUDA if it loads. Otherwise, and for `local`, these are Megatron's own,
+    on CUDA with the linear layers of `learner.linear`. Raises UserError if `layers` asks for a Transformer Engine that
+    is installed and does not load; `checks.layouts` has refused one that is not installed.
     """
     if layers == "local" or (layers == "auto" and not (device.type == "cuda" and HAVE_TE)):
         return DirectLayers() if device.type == "cuda" else LocalSpecProvider()
@@ -60,9 +60,10 @@ def choose_backend(layers: str, device: torch.device) -> BackendSpecProvider:
 def layer_spec(
     config: TransformerConfig, backend: BackendSpecProvider, architecture: Architecture, layer: int
 ) -> ModuleSpec:
-    """The specification of a pre-norm layer, whose number `layer` decides on attention and experts.
+    """The specification of the pre-norm layer with number `layer`, from 0, in the whole model.
 
-    With `config.moe_grouped_gemm`, its experts are one grouped GEMM.
+    The number decides which attention the layer has, and whether it has experts. With `config.moe_grouped_gemm` its
+    experts are one grouped GEMM.
     """
     fused, norm = backend.fuse_layernorm_and_linear(), norm_type(config)
     experts = architecture.experts if layer >= architecture.dense_layers else 0
@@ -111,12 +112,12 @@ FLOAT32_TABLES = (64, 128, 256, 512)
 
 
 def table_type(cuda: bool, head_dim: int, params_dtype: torch.dtype) -> torch.dtype:
-    """The type of the rotary tables, the same as in the engine: float32, or the model's type where SGLang takes it."""
+    """The type of the rotary tables, as in SGLang: float32 on CUDA for `FLOAT32_TABLES`, otherwise the model's type."""
     return torch.float32 if cuda and head_dim in FLOAT32_TABLES else params_dtype
 
 
 class PolicyModel(GPTModel):
-    """GPT that returns hidden states: the loss path applies the output weight itself, chunk by chunk."""
+    """GPT that returns hidden states instead of logits: the loss path applies the output weight to them in chunks."""
 
     def __init__(self, rope: Rope, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -153,10 +154,10 @@ class PolicyModel(GPTModel):
 
 
 class Adapters(Protocol):
-    """Parameters that train instead of the model's weights: the learner's only entry point for an extra, `extras.lora`.
+    """Parameters that train instead of the model's weights; `extras.lora` implements this interface.
 
-    It freezes a chunk's weights and adds modules whose names begin with `weights.table.ADAPTER`. A weight that it
-    changes becomes a `weights.buckets.MergedWeight`, for syncs and saves.
+    They are in modules whose names begin with `weights.table.ADAPTER`. A weight that they change becomes a
+    `weights.buckets.MergedWeight`, from which syncs and saves read.
     """
 
     identity: Mapping[str, str | int]
@@ -172,7 +173,7 @@ class Adapters(Protocol):
         """Let the model compute with its frozen weights alone."""
 
     def files(self, chunks: Sequence[PolicyModel]) -> dict[str, Any]:
-        """The adapter's files by their names in `hf/`, on rank 0; collective."""
+        """The adapters' files by their names in `hf/`, on rank 0. Collective."""
 
 
 def build_model(
@@ -184,7 +185,7 @@ def build_model(
     adapters: Adapters | None = None,
     deterministic: bool = False,
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks (one, or `parallel.virtual_pipeline`), with uninitialised weights."""
+    """This rank's model chunks, `parallel.virtual_pipeline` many, each in DDP's wrapper; weights are uninitialised."""
     backend = choose_backend(section.layers, ranks.device)
     config = transformer_config(
         model, parallel, section, architecture, ranks, backend.fuse_layernorm_and_linear(), deterministic
@@ -213,7 +214,7 @@ def build_model(
 
 def reduces_early(ranks: Ranks) -> bool:
     """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs."""
-    # On CPU gradients are reduced after the backward pass: a reduction beside it would compete with it for the cores.
+    # Not on CPU: a reduction that runs beside the backward pass would compete with it for the cores.
     return ranks.device.type == "cuda" and ranks.dp_size * ranks.cp_size > 1
 
 
@@ -277,9 +278,9 @@ def transformer_config(
         "masked_softmax_fusion": False,
         "persist_layer_norm": False,
         "apply_rope_fusion": False,
-        # Megatron compiles these two fusions with torch.compile, which takes seconds at a process's first updates. For
-        # experts the first is the only fused SwiGLU. The second would fuse bias, dropout and an addition, and here only
-        # the addition is left.
+        # Megatron compiles these two fusions with torch.compile, which takes seconds at a process's first updates. The
+        # first is worth it on CUDA for experts, which have no other fused SwiGLU. The second is not: it fuses bias,
+        # dropout and an addition, and these models have only the addition.
         "bias_activation_fusion": cuda and experts,
         "bias_dropout_fusion": False,
         "use_te_activation_func": not experts,
@@ -335,9 +336,10 @@ def _build_chunk(
 
 
 def gather_sequence(hidden: torch.Tensor, sequence_parallel: bool) -> torch.Tensor:
-    """Gather the hidden states [t, 1, h], of which sequence parallel ranks hold a part each, to [t, h] on every rank.
+    """The hidden states of all rows, [rows, h], on every tensor parallel rank, from `hidden` [t, 1, h].
 
-    The loss path gives each rank the gradient of its slice of the vocabulary; the backward pass sums them over TP.
+    Under sequence parallelism `hidden` has only this rank's part of the rows. Each rank computes the gradient from its
+    own slice of the vocabulary, and the backward pass sums these gradients over the tensor parallel ranks.
     """
     if sequence_parallel:
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)

@@ -44,7 +44,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x [..., hidden]; the result has its shape and dtype."""
-        # On CUDA torch has one kernel for forward and one for backward; on CPU `F.rms_norm` is a series of operations.
+        # On CUDA torch has one kernel for forward and one for backward. On CPU, where `F.rms_norm` is a series of
+        # operations, the function below takes fewer.
         if x.is_cuda and not self.centre:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps, self.centre)
@@ -163,9 +164,10 @@ def linear(base: float, dim: int, factor: float) -> torch.Tensor:
 
 
 def llama3(base: float, dim: int, factor: float, low: float, high: float, original: int) -> torch.Tensor:
-    """The frequencies of Llama 3: low ones are divided by `factor`, high ones kept.
+    """The frequencies of Llama 3: low frequencies are divided by `factor`, and high ones are kept.
 
-    Those with wavelengths between `original` / `high` and `original` / `low` tokens are blended.
+    Low are those with wavelengths above `original` / `low` tokens, high those below `original` / `high`. Between the
+    two limits the divided and the kept frequency are blended.
     """
     unscaled = plain(base, dim)
     wavelengths = 2 * math.pi / unscaled
@@ -179,10 +181,10 @@ def llama3(base: float, dim: int, factor: float, low: float, high: float, origin
 def yarn(
     base: float, dim: int, factor: float, beta_fast: float, beta_slow: float, original: int, truncate: bool
 ) -> torch.Tensor:
-    """The frequencies of YaRN: divided by `factor` if they turn fewer than `beta_slow` times over the original context.
+    """The frequencies of YaRN, by the number of their turns over the `original` context.
 
-    Those with more than `beta_fast` turns are kept. Between the two limits the divided and the kept frequency are
-    mixed, with weights that change linearly with the dimension.
+    A frequency with fewer than `beta_slow` turns is divided by `factor`, and one with more than `beta_fast` turns is
+    kept. Between the two limits both are mixed, with weights that change linearly with the dimension.
     """
 
     def pair_at(rotations: float) -> float:

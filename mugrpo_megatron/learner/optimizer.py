@@ -35,7 +35,7 @@ INITIAL_SCALE = 2.0**16
 
 
 def build_optimizer(section: OptimizerSection, dtype: str, chunks: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """Make Megatron's optimizer of the chunks' parameters, whose weights must be loaded before: it copies them."""
+    """Make Megatron's optimizer of the chunks' parameters. It copies their weights, which must be loaded already."""
     config = OptimizerConfig(
         optimizer="adam",
         lr=section.lr,
@@ -85,7 +85,7 @@ def scaler_state(optimizer: MegatronOptimizer) -> dict[str, float]:
 
 
 def set_scaler_state(optimizer: MegatronOptimizer, state: dict[str, float]) -> None:
-    """Load what `scaler_state` returned; does nothing without a scaler or with an empty state."""
+    """Set the loss scaler to a `state` from `scaler_state`; does nothing without a scaler or with an empty state."""
     scaler = shards(optimizer)[0].grad_scaler
     if scaler is not None and state:
         trackers = {name: int(value) for name, value in state.items() if name != "scale"}
@@ -107,8 +107,7 @@ def set_steps(optimizer: MegatronOptimizer, steps: int) -> None:
 
 
 def shards(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
-    """The distributed optimizers inside `optimizer`: one for dense and one for expert parameters, if both are trained,
-    else a single one."""
+    """The distributed optimizers inside `optimizer`: two if both dense and expert parameters are trained, else one."""
     chained = optimizer.chained_optimizers if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [shard for shard in chained if not shard.is_stub_optimizer]
 
@@ -168,7 +167,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 def writers(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The data parallel rank that writes each parameter of `sizes` elements, so that all write about equally much."""
+    """For each parameter, of `sizes` elements, the one of `ranks` that writes it; all write about equally much."""
     writer = [0] * len(sizes)
     for rank, indices in enumerate(fill_bins(sizes, ranks)[0]):
         for index in indices:
@@ -188,10 +187,11 @@ def assign_writers(optimizer: DistributedOptimizer, model: list[dict[str, Any]])
 
 
 def gather_states(optimizer: DistributedOptimizer, model: list[dict[str, Any]]) -> list[Any]:
-    """Gather the whole float32 states of the parameters that this rank writes, on the host, sharded as in `model`.
+    """Gather the float32 states of the parameters that this rank writes, as sharded tensors in host memory.
 
-    Collective over the data parallel group, whose ranks each hold a slice of every parameter's states. `model` comes
-    from `assign_writers`; parameters that another group of ranks stores are skipped.
+    Collective over the data parallel group, in which each rank holds a slice of every parameter's states. `model` are
+    the sharded state dicts in which `assign_writers` has marked the writers. Parameters that another data parallel
+    group writes are skipped.
     """
     gathered = []
     group, mains = optimizer.data_parallel_group, _main_parameters(optimizer)
@@ -247,7 +247,7 @@ def _local_slice(
     parameter: torch.nn.Parameter,
     mains: Mapping[torch.nn.Parameter, torch.Tensor],
 ) -> tuple[slice, dict[str, torch.Tensor]] | None:
-    """The slice of a flattened parameter whose states this rank holds, with the states; None if it holds no part."""
+    """The slice of a flattened parameter whose states this rank holds, and these states; None if it holds none."""
     if (main := mains.get(parameter)) is None:
         return None
     local = optimizer._get_model_param_range_map(parameter)["param"]
@@ -260,7 +260,7 @@ def _main_parameters(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter
     Parameters without a slice on this rank are left out.
     """
     # `ranges["params"]` has the parameters in the model's order, and the optimizer's group has those in float32 first
-    # (distrib_optimizer.py), so both are brought into the second order.
+    # (distrib_optimizer.py), so the former are sorted like the latter.
     return {
         parameter: main
         for ranges, group in zip(optimizer.opt_group_ranges, optimizer.optimizer.param_groups, strict=True)
@@ -273,8 +273,10 @@ def _main_parameters(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter
 
 
 def _sharded_like(sharded: Any, name: str, data: torch.Tensor) -> Any:
-    """The sharded tensor of the optimizer state `name`: it has the values `data`, and the layout of `sharded`, the
-    sharded tensor of the state's parameter."""
+    """Make the sharded tensor of a parameter's optimizer state `name`, with the values `data`.
+
+    Its layout is that of `sharded`, the sharded tensor of the parameter.
+    """
     changes: dict[str, Any] = {"key": f"optimizer.{name}.{sharded.key}", "data": data}
     if isinstance(sharded, ShardedTensor):
         changes["dtype"] = data.dtype

@@ -21,7 +21,7 @@ from mugrpo_megatron.samples import Routes, Sample
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A sequence to train on; the loss covers the tokens from `prompt` on."""
+    """A sequence to train on. Its tokens from index `prompt` on have a loss, or those of them that `mask` selects."""
 
     ids: np.ndarray
     """int [n]: token ids."""
@@ -59,8 +59,8 @@ class PackingPlan:
 class MicroBatch:
     """One packed row: n sequences one after another, with T trained tokens in all.
 
-    Under context parallelism `ids` and `positions` are this rank's part of the row; the n sequences and their trained
-    tokens are those whose loss this rank computes.
+    Under context parallelism `ids` and `positions` are this rank's part of the row. The n sequences are then those
+    whose loss this rank computes, wherever their tokens are.
     """
 
     indices: list[int]
@@ -93,12 +93,13 @@ def sequence_of(sample: Sample, masked: bool = False) -> TokenSequence:
 
 
 def plan(lengths: Sequence[int], dp_size: int, budget: int, multiple: int = 1, count_multiple: int = 1) -> PackingPlan:
-    """Distribute sequences of `lengths` tokens evenly over as few micro-batches of `budget` tokens as possible.
+    """Distribute sequences of `lengths` tokens evenly over few micro-batches of at most `budget` tokens each.
 
     A budget below the longest sequence is raised to its length. Each sequence, longest first, goes into the emptiest
-    micro-batch (Graham's LPT rule: at most 4/3 of the best possible length). The length is rounded up to `multiple`
-    (for sequence parallelism and fp8), each rank's number of micro-batches to `count_multiple` (for the interleaved
-    pipeline schedule and CPU lanes). `lengths` must not be empty.
+    micro-batch (Graham's LPT rule: at most 4/3 of the best possible length). The length of micro-batches is rounded up
+    to a multiple of `multiple`, which sequence parallelism and fp8 need. Each rank's number of micro-batches is rounded
+    up to a multiple of `count_multiple`, for the interleaved pipeline schedule and for a CPU rank that runs some at
+    once. `lengths` must not be empty.
     """
     total, longest = sum(lengths), max(lengths)
     capacity = max(budget, longest)
@@ -173,14 +174,14 @@ def pack(
 
 
 def _support_ids(sequences: list[TokenSequence], device: torch.device) -> torch.Tensor | None:
-    """int64 [T, k]: the tokens that each trained token's softmax runs over; None for the vocabulary."""
+    """int64 [T, k]: the tokens that each trained token's softmax runs over, padded with -1; None for the vocabulary."""
     support_rows = [sequence.support_ids for sequence in sequences if sequence.support_ids is not None]
     if not support_rows:
         return None
     if len(support_rows) < len(sequences):
         raise ValueError(
             "some responses of an update have support ids and others have none: they were sampled with different "
-            "rollout.top_k or rollout.top_p"
+            "rollout.top_k or rollout.top_p; sample the whole stage with the same values"
         )
     width = max(rows.shape[1] for rows in support_rows)
     padded = [np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1) for rows in support_rows]

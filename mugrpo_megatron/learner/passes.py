@@ -58,7 +58,7 @@ def pack_local(
 ) -> list[MicroBatch]:
     """Pack this rank's data parallel share of the sequences into micro-batches, on its device.
 
-    They replay the sequences' routes, if they have any; with `record_routes` the routers choose, and each micro-batch's
+    The routers replay the sequences' routes, if there are any. With `record_routes` they choose, and each micro-batch's
     `Routing.recorded` keeps their choices.
     """
     ranks = learner.ranks
@@ -84,7 +84,7 @@ def _routing(
 
 
 def forward_backward(learner: Learner, batches: list[MicroBatch], loss: HiddenLoss) -> list[torch.Tensor]:
-    """Accumulate an update's gradients: those of the sum of the losses over micro-batches and data parallel ranks.
+    """Compute an update's gradients: those of `loss`, summed over all micro-batches of all data parallel ranks.
 
     Returns what `loss` returns beside the loss (for an objective, log-probabilities and entropies, float32 [2, T]) for
     each micro-batch on the last pipeline stage, and [] on others.

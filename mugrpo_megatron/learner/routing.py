@@ -1,4 +1,4 @@
-"""Routing replay: the routers of a mixture of experts take the experts that were chosen for a token before.
+"""Routing replay: the routers of a mixture of experts send each token to experts that were recorded earlier.
 
 A router's choice is discrete. After a few updates, or in an engine that rounds differently, it chooses another expert
 for some tokens, and their log-probabilities jump (arXiv 2510.11370). With replay the choice is an input, like the token
@@ -27,7 +27,7 @@ from mugrpo_megatron.samples import Routes, expert_type
 
 
 class LayerRoutes(RouterReplay):
-    """Gives one layer's router the experts to take, and computes the router's own choice beside them."""
+    """Tells one layer's router which experts to use, and records which experts the router itself would choose."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,9 +42,9 @@ class LayerRoutes(RouterReplay):
         group_topk: int | None = None,
         default_compute_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores [t, k] and the indices [t, k] of the experts to use.
+        """The scores [t, k] and the indices [t, k] of the experts to use, from `scores` [t, experts].
 
-        `get_recorded_indices` then returns the router's own choice.
+        In a forward pass the router's own choice is recorded too, for `get_recorded_indices`.
         """
         arguments = topk, num_groups, group_topk
         action = self.router_replay_action
@@ -84,7 +84,7 @@ class Routing:
         """Give a chunk's routers their experts, before its forward pass."""
         action = RouterReplayAction.RECORD if self.record else RouterReplayAction.REPLAY_FORWARD
         for layer, routes in layers_of(chunk).items():
-            # Converted on the host: torch has few operations on uint16.
+            # Converted to int64 on the host, because torch has few operations on uint16.
             routes.set_target_indices(self.experts[layer].to(torch.int64).to(self.indices.device))
             routes.fixed = self.indices < 0 if self.record else None
             routes.set_router_replay_action(action)
@@ -111,16 +111,16 @@ class Routing:
 
 
 def install(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Give every router its `LayerRoutes`; the model was built with `moe_enable_routing_replay`."""
+    """Give every router a `LayerRoutes`, which it asks if the model was built with `moe_enable_routing_replay`."""
     for chunk in chunks:
         for router in routers(chunk).values():
             router.router_replay = LayerRoutes()
-    # Megatron's class keeps a global list of all replays of the process, with those of learners that are gone.
+    # Megatron's class keeps every replay of the process in a global list, which would keep a former learner's alive.
     RouterReplay.clear_global_router_replay_instances()
 
 
 def clear(chunks: Sequence[torch.nn.Module]) -> None:
-    """Take the replay off the routers after the last micro-batch, so that they choose again."""
+    """Let the routers choose experts by themselves again, after an update's last micro-batch."""
     for chunk in chunks:
         for routes in layers_of(chunk).values():
             routes.clear_indices()
@@ -133,7 +133,7 @@ def layers_of(chunk: torch.nn.Module) -> dict[int, LayerRoutes]:
 
 
 def routers(chunk: torch.nn.Module) -> dict[int, TopKRouter]:
-    """A chunk's routers by number of their layer in the whole model, from 0; dense layers have none."""
+    """A chunk's routers by the number of their layer in the whole model, from 0. Dense layers have no router."""
     layers = policy(chunk).decoder.layers
     return {layer.layer_number - 1: layer.mlp.router for layer in layers if hasattr(layer.mlp, "router")}
 
@@ -147,10 +147,9 @@ def make_routing(
     ranks: Ranks,
     record: bool,
 ) -> Routing:
-    """Make the `Routing` of a packed row of `length` tokens, for this rank's `layers` and rows.
+    """Make the `Routing` of this rank's part of a packed row of `length` tokens, for its `layers`.
 
-    Reads the routes of these layers and sequences only; with `record` it reads none. Raises ValueError if a sequence
-    has no routes to replay.
+    With `record` no routes are read. Otherwise those of `layers` are, and a sequence without routes raises ValueError.
 
     Args:
         packed: first row, number of tokens and routes of each sequence in the row.
@@ -167,8 +166,8 @@ def make_routing(
         if not record:
             if routes is None:
                 raise ValueError(
-                    "some sequences of an update have recorded experts to replay and others have none; record the "
-                    'experts of the whole stage, or set learner.routing_replay = "off"'
+                    "some responses of an update have recorded experts to replay and others have none; set "
+                    'learner.routing_replay to "learner", which records those of all responses, or to "off"'
                 )
             experts[:, row : row + tokens - 1] = routes.read(layers)
     local = local_rows(length, ranks.cp, ranks.cp_size).reshape(ranks.tp_size, -1)[ranks.tp]
@@ -182,8 +181,9 @@ def make_routing(
 def gather_flips(routings: Sequence[Routing], tokens: int, layers: int, ranks: Ranks) -> dict[str, float]:
     """Count how often the routers' own choice differs from the replayed experts; returns two metrics, on every rank.
 
-    `routes_flipped_tokens` is the fraction of the update's `tokens` with a difference in some layer, `routes_flipped`
-    the fraction of all choices, over the `layers` that have routers. Collective.
+    `tokens` is the number of the update's tokens that have routes, and `layers` the number of layers with a router.
+    `routes_flipped_tokens` is the fraction of the tokens for which any layer's choice differs, and `routes_flipped` the
+    fraction of all choices, one for each token and layer. Collective.
     """
     table = torch.zeros(tokens, dtype=torch.int32, device=ranks.device)
     for routing in routings:
@@ -201,9 +201,9 @@ def gather_flips(routings: Sequence[Routing], tokens: int, layers: int, ranks: R
 def gather_routes(
     routings: Sequence[Routing], tokens: int, layers: int, size: tuple[int, int], ranks: Ranks
 ) -> Iterator[np.ndarray]:
-    """Gather the recorded experts of an update, layer by layer; yields uint8 or uint16 [T, k] on every rank.
+    """Gather the recorded experts of an update; yields uint8 or uint16 [tokens, k] for each layer, on every rank.
 
-    Collective, at every layer.
+    Every step of the iterator is collective.
     """
     total, chosen = size
     for layer in range(layers):

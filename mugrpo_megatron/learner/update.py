@@ -34,7 +34,8 @@ def update(
 ) -> dict[str, float]:
     """Take one optimizer update on `samples` with `advantages` float [N].
 
-    `stage_progress` is the fraction of the stage's updates that are taken, for a learning rate that falls with it.
+    `stage_progress` is the fraction of the stage's updates that are taken; with `optimizer.decay_over = "stage"` the
+    learning rate depends on it.
     Collective: every rank passes the whole update and trains on its own share. Returns the update's metrics on every
     rank: those of the objective over the whole update, under the weights before the step, and `grad_norm` (before
     clipping), `lr`, `tokens` (trained), `packed_efficiency`, `skipped` (1 when a non-finite gradient left the weights
@@ -75,7 +76,7 @@ def update(
 
 
 def _from_rank_0(learner: Learner, advantages: np.ndarray) -> np.ndarray:
-    """Send the advantages float32 [N] of rank 0 to every rank."""
+    """Return the advantages float32 [N] of rank 0, on every rank. Collective."""
     if learner.ranks.world == 1:
         return advantages
     # A user's function may draw random numbers, and tensor parallel ranks with different losses would drift apart.
@@ -100,7 +101,10 @@ def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequenc
 
 
 def optimize(learner: Learner, sequences: Sequence[TokenSequence], token_loss: TokenLoss) -> Step:
-    """Take one optimizer update with any token loss at temperature 1, for supervised learning. Collective."""
+    """Take one optimizer update with `token_loss` of the log-probabilities at temperature 1. Collective.
+
+    Supervised learning uses it.
+    """
     batches = pack_local(learner, sequences, plan_update(learner, sequences))
     forward_backward(learner, batches, from_token_loss(learner, token_loss, temperature=1.0))
     return _step(learner)
@@ -131,11 +135,11 @@ def _logprobs(
 
 
 def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.ndarray], Iterator[np.ndarray]]:
-    """Compute log-probabilities as `token_logprobs` does; returns also the experts that the routers chose, by layer.
+    """Compute log-probabilities as `token_logprobs` does; returns also an iterator over the experts that were chosen.
 
-    The iterator yields one array per layer: uint8 or uint16 [T, k], in the order of the samples, without the last token
-    of each. Collective, every layer of the iterator too. A pass that replays these routes gives the same values
-    bitwise.
+    The iterator yields, for each layer, uint8 or uint16 [T, k]: the k experts of the T tokens of all samples, in order,
+    without each sample's last token. This call is collective, and so is every step of the iterator. A pass that replays
+    these routes gives the same values bitwise.
     """
     logprobs, sequences, batches = _logprobs(learner, samples, record_routes=True)
     routings = [batch.routing for batch in batches if batch.routing]
@@ -146,7 +150,7 @@ def record_routes(learner: Learner, samples: Sequence[Sample]) -> tuple[list[np.
 def _flips(learner: Learner, sequences: Sequence[TokenSequence], batches: list[MicroBatch]) -> dict[str, float]:
     """The metrics of `gather_flips`: how often the routers would now choose other experts than the replayed ones.
 
-    Empty without replay.
+    An empty dict if no sequence has routes to replay.
     """
     if not any(sequence.routes for sequence in sequences):
         return {}
@@ -180,8 +184,8 @@ def _step(learner: Learner, stage_progress: float = 0.0) -> Step:
     # The schedule counts skipped updates, Adam's bias correction does not: its moments have not moved.
     learner.updates_done += 1
     learner.steps_done += not step.skipped
-    # An overflow is no sign of failure, because float16's scaler finds its scale by overflows. Several updates in a row
-    # that are skipped for another reason are one.
+    # Several skipped updates in a row are a sign of failure. Overflows do not count, because float16's scaler finds its
+    # scale by them.
     if not step.overflowed:
         learner.skipped_in_a_row = learner.skipped_in_a_row + 1 if step.skipped else 0
     return step

@@ -1,4 +1,4 @@
-"""The model that a `config.json` describes, in Megatron's terms."""
+"""The sizes and settings of the model that a `config.json` describes, as Megatron takes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mugrpo_megatron.weights.blocks import Row
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding; `learner.operators.frequencies` computes its radians per token."""
+    """Settings of a rotary position embedding; `learner.operators.frequencies` computes its frequencies from them."""
 
     kind: Literal["default", "linear", "llama3", "yarn"]
     base: float
@@ -49,7 +49,7 @@ class Latent:
 
     @property
     def cached(self) -> int:
-        """How many numbers an engine caches for a token in a layer."""
+        """Number of values that an engine caches for one token in one layer."""
         return self.key_value + self.rotary
 
 
@@ -85,7 +85,7 @@ class Delta:
 
     @property
     def state(self) -> int:
-        """How many float32 numbers the state of a sequence has in one layer."""
+        """Number of float32 values in the state of one sequence in one layer."""
         return self.value_heads * self.key * self.value
 
 
@@ -101,7 +101,7 @@ def stage_layers(layers: int, stages: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A model without its weights: what it takes to build it in Megatron and to name the tensors of its checkpoint."""
+    """A model without its weights: enough to build it in Megatron, and to name the tensors of its checkpoint."""
 
     family: str
     """`model_type` of the config."""
@@ -116,7 +116,8 @@ class Architecture:
     delta: Delta | None = None
     """Sizes of gated delta networks; None if every layer has attention."""
     unread: tuple[str, ...] = field(default=(), compare=False)
-    """Fields of the config that change nothing: neither transformers' class of this model nor SGLang's reads them."""
+    """Fields of the config that change nothing: transformers' class of the model does not know them, and SGLang ignores
+    them or computes the same without them."""
     remarks: tuple[str, ...] = field(default=(), compare=False)
     """Remarks about fields that transformers and SGLang read differently."""
 
@@ -128,11 +129,9 @@ class Architecture:
 
     @property
     def note(self) -> str:
-        """A line about the unread fields and the remarks; empty without any."""
+        """A line of text with `remarks` and the names in `unread`; empty if there are neither."""
         names = ", ".join(self.unread)
-        unread = (
-            [f"without effect, since neither transformers' class nor SGLang's reads them: {names}"] if names else []
-        )
+        unread = [f"fields that change nothing in transformers or in SGLang: {names}"] if names else []
         return f"model: {'; '.join((*self.remarks, *unread))}" if self.remarks or unread else ""
 
     @property
@@ -155,12 +154,12 @@ class Architecture:
 
     @property
     def dense_layers(self) -> int:
-        """Number of layers without routed experts; they come first."""
+        """Number of layers without routed experts; these are the model's first layers."""
         pattern = self.transformer.get("moe_layer_freq", [])
         return pattern.count(0) if self.experts else self.layers
 
     def has_row(self, row: Row, layer: int) -> bool:
-        """Whether the layer of this number has the parameter that `row` describes."""
+        """Whether layer number `layer`, from 0, has the parameter that `row` describes."""
         if row.layers in ("linear", "full"):
             return (row.layers == "linear") == self.is_linear(layer)
         return row.layers == "all" or (row.layers == "dense") == (layer < self.dense_layers)
@@ -171,7 +170,7 @@ class Architecture:
 
     @property
     def attention_layers(self) -> int:
-        """Number of layers with attention, which an engine caches keys and values of."""
+        """Number of layers with attention, whose keys and values an engine caches."""
         return sum(not self.is_linear(layer) for layer in range(self.layers))
 
     @property

@@ -86,7 +86,10 @@ QK_NORM = tuple(
 
 
 def gated(ours: str, gate: str, up: str, down: str, width: str) -> tuple[Row, Row]:
-    """The rows of a gated feed-forward: `ours`, `gate`, `up` and `down` are names, `width` the letter of its size."""
+    """The rows of a gated feed-forward whose size has the letter `width`.
+
+    `ours` is the name of Megatron's module; `gate`, `up` and `down` are the Hugging Face names of the projections.
+    """
     gate_and_up = ((gate + ".weight", f"{width} H"), (up + ".weight", f"{width} H"))
     return (
         Row(ours + ".linear_fc1.weight", gate_and_up, form="gated", split="rows"),
@@ -99,7 +102,10 @@ GATED_MLP = gated(OURS + "mlp", MLP + "gate_proj", MLP + "up_proj", MLP + "down_
 
 
 def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """The rows of a router and its gated experts, which the family calls `{block}.experts.{expert}.{gate}` etc."""
+    """The rows of a router and its gated experts.
+
+    The family's checkpoints call the experts' projections `{block}.experts.{expert}.` plus `gate`, `up` and `down`.
+    """
     theirs = THEIRS + block + ".experts.{expert}."
     return (
         Row(OURS + "mlp.router.weight", ((THEIRS + block + ".gate.weight", "E H"),)),
@@ -108,7 +114,7 @@ def experts(block: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 
 def shared_experts(block: str) -> tuple[Row, ...]:
-    """The rows of the experts that every token is sent to, `{block}.shared_experts`: one feed-forward for all."""
+    """The rows of `{block}.shared_experts`: one feed-forward that holds all experts that every token is sent to."""
     theirs = THEIRS + block + ".shared_experts."
     return gated(OURS + "mlp.shared_experts", theirs + "gate_proj", theirs + "up_proj", theirs + "down_proj", "S")
 
@@ -118,12 +124,12 @@ ROUTER_BIAS = (Row(OURS + "mlp.router.expert_bias", ((MLP + "gate.e_score_correc
 
 
 def in_layers(layers: Layers, rows: Iterable[Row]) -> tuple[Row, ...]:
-    """The same rows, for `layers` only."""
+    """Copies of `rows` whose parameters only `layers` have."""
     return tuple(replace(row, layers=layers) for row in rows)
 
 
 def with_attention(attention: Iterable[Row]) -> tuple[Row, ...]:
-    """The rows of `TRUNK` with other rows for attention."""
+    """The rows of `TRUNK` with the rows `attention` in place of its own for attention."""
     others = [row for row in TRUNK if ".self_attention." not in row.megatron]
     norm = next(index for index, row in enumerate(others) if ".input_layernorm." in row.megatron)
     return (*others[: norm + 1], *attention, *others[norm + 1 :])

@@ -1,9 +1,11 @@
-"""Plans and fills buckets, buffers of many tensors: the plan is the same on every rank, each sync or save fills it.
+"""Plans and fills buckets: buffers of many tensors on their way from the learner to engines or to a checkpoint.
 
-For fp8 engines a bucket is quantised in blocks, in the format of fp8 checkpoints. SGLang 0.5.15 loads it into a running
-engine that was started on a config with `weight_block_size`: each linear layer has a `weight` in float8_e4m3fn and a
-`weight_scale_inv`, the float32 factor of each block of 128 x 128 (`srt/layers/quantization/fp8.py`). It cannot reload
-weights that it quantised itself.
+A plan is the same on every rank, and its buckets may be filled any number of times.
+
+For fp8 engines a bucket is quantised in blocks, in the format of fp8 checkpoints: each linear layer has a `weight` in
+float8_e4m3fn and a `weight_scale_inv`, the float32 factor of each block of 128 x 128. SGLang 0.5.15 loads such a bucket
+into a running engine that was started on a config with `weight_block_size` (`srt/layers/quantization/fp8.py`). It
+cannot load a bucket into an engine whose weights it has quantised itself.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Slot(TensorSpec):
 
 
 class Run(NamedTuple):
-    """Elements that follow each other both in a Megatron parameter and in its bucket."""
+    """A run of elements that is contiguous both in a Megatron parameter and in its bucket."""
 
     source: int
     """Index of the first element in the unsharded parameter, in row-major order."""
@@ -110,9 +112,9 @@ class BucketPlan:
 
 
 def build_plan(chunks: Sequence[torch.nn.Module], architecture: Architecture, bucket_bytes: int) -> BucketPlan:
-    """Plan buckets of at most `bucket_bytes`; a parameter larger than that gets its own bucket. Collective.
+    """Plan buckets of at most `bucket_bytes`; a parameter larger than that gets a bucket of its own. Collective.
 
-    Raises RuntimeError when the ranks' plans differ, because their models do.
+    Raises RuntimeError if the ranks have planned different buckets, which happens only if their models differ.
     """
     owners = _owners({entry.megatron: parameter.dtype for entry, parameter in local_parameters(chunks, architecture)})
     plan = BucketPlan(tuple(pack_parameters(owners, architecture, bucket_bytes)))
@@ -152,14 +154,15 @@ def _all_gather(item: Mapping, group: dist.ProcessGroup) -> list[Mapping]:
 def pack_parameters(
     owners: Mapping[str, tuple[Owner, torch.dtype]], architecture: Architecture, bucket_bytes: int
 ) -> Iterator[Bucket]:
-    """Put the parameters, sorted by owner, into buckets; a new one begins when the owner changes or one is full."""
+    """Put the parameters into buckets, owner after owner; a bucket ends where the next parameter has another owner or
+    does not fit."""
     table = entries(architecture)
     owner_order = {owner: number for number, owner in enumerate(sorted({o for o, _ in owners.values()}, key=_by_rank))}
 
     def order(name: str) -> tuple[int, bool]:
         owner, dtype = owners[name]
         _, size = _slots(table[name], architecture, dtype, 0)
-        # Parameters larger than a bucket come last, so that filling them overlaps with loading the others.
+        # Of each owner, parameters larger than a bucket come last: they are filled while the engine loads the others.
         return owner_order[owner], size > bucket_bytes
 
     parameters: list[ParameterSlots] = []
@@ -184,7 +187,7 @@ def _by_rank(owner: Owner) -> tuple[int, int]:
 
 
 def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: int) -> tuple[tuple[Slot, ...], int]:
-    """The slots of a parameter's tensors from the bucket's offset `start` on, and the next aligned offset."""
+    """The slots of a parameter's tensors if the first is at the bucket's offset `start`, and the offset after them."""
     slots = []
     for name, shape in zip(entry.hf, entry.hf_shapes(architecture), strict=True):
         slot = Slot(name, shape, dtype, start)
@@ -194,7 +197,7 @@ def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: 
 
 
 def _runs(entry: Entry, slots: Sequence[Slot], architecture: Architecture) -> Iterator[Run]:
-    """The runs of an unsharded parameter in a bucket; of q, k and v, each group's rows are a run."""
+    """The runs that copy an unsharded parameter into its slots. For q, k and v there is one for each group of heads."""
     parameter = torch.empty(whole_shape(entry, architecture), dtype=slots[0].dtype, device="meta")
     for slot, tensor in zip(slots, split_to_hf(entry, parameter, architecture), strict=True):
         start = slot.start
@@ -261,7 +264,7 @@ def fill_bucket(
             _fill_by_owner(bucket, shards, architecture, flat)
         if expert_rank is not None and experts.size() > 1:
             dist.broadcast(flat, group=experts, group_src=expert_rank)
-    # Every rank gets every bucket: each engine has all layers, and its leader serves it from its own device's memory.
+    # Every rank gets every bucket, because an engine has all layers and reads them from its own devices' memory.
     if pp_group.size() > 1:
         dist.broadcast(flat, group=pp_group, group_src=pp_stage)
 
@@ -269,7 +272,7 @@ def fill_bucket(
 def _fill_by_owner(
     bucket: Bucket, shards: Mapping[str, torch.Tensor], architecture: Architecture, flat: torch.Tensor
 ) -> None:
-    """Fill the bucket on the tensor parallel ranks that own it."""
+    """Fill `flat` with the bucket's tensors, on the tensor parallel ranks of its owner. Collective over these."""
     in_place: dict[torch.dtype, list[ParameterSlots]] = {}
     for parameter in bucket.parameters:
         weight = shards[parameter.entry.megatron]
@@ -279,7 +282,8 @@ def _fill_by_owner(
         unsharded = _gather(parameter.entry, with_adapter(weight))
         tensors = split_to_hf(parameter.entry, unsharded, architecture)
         for slot, tensor in zip(parameter.slots, tensors, strict=True):
-            # q, k and v are views with gaps: `reshape` would copy them before the copy into the slot.
+            # The slot is viewed in the tensor's shape: q, k and v are views with gaps, and reshaping these would be a
+            # second copy.
             slot.view(flat).view(tensor.shape).copy_(tensor)
     for dtype, parameters in in_place.items():
         _copy_runs(parameters, shards, flat.view(dtype))
@@ -289,8 +293,7 @@ def _copy_runs(parameters: Sequence[ParameterSlots], shards: Mapping[str, torch.
     """Copy whole parameters of one type into `flat`, the bucket as a vector of that type."""
     sources, targets = [], []
     for parameter in parameters:
-        # Views are made for each fill: a cached view would go on showing the old memory of a parameter whose memory was
-        # replaced.
+        # Views are made for each fill: a parameter's memory may be replaced, and a cached view would keep the old one.
         values = shards[parameter.entry.megatron].view(-1)
         for source, elements, start in parameter.runs:
             sources.append(values.narrow(0, source, elements))
@@ -309,7 +312,7 @@ class MergedWeight(Protocol):
 
 def has_adapter(weight: object) -> TypeGuard[MergedWeight]:
     """Whether the weight has an adapter."""
-    # Asked by the method's name: `isinstance` with a Protocol took half of a fill's time.
+    # Not `isinstance(weight, MergedWeight)`: with a Protocol that took half of a fill's time.
     return hasattr(weight, "merged")
 
 
@@ -353,7 +356,8 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = blocks.view(-1, BLOCK, shape[1], BLOCK)
         scale = blocks.abs().amax((1, 3)) / LARGEST
         scale = torch.where(scale == 0, 1.0, scale)
-        # e4m3fn has no infinity: torch casts values above 448 to nan, and a rounded scale may put the largest there.
+        # torch casts values above 448 to nan, because e4m3fn has no infinity, and a scale that was rounded down may put
+        # the block's largest value above 448.
         scaled = (blocks / scale[:, None, :, None]).clamp(-LARGEST, LARGEST).view(-1, shape[1] * BLOCK)
         rows_here = slice(first * BLOCK, first * BLOCK + len(values))
         quantised[rows_here] = scaled[: len(values), :columns].to(torch.float8_e4m3fn)
@@ -362,7 +366,7 @@ def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantised_bucket(bucket: Bucket) -> Bucket:
-    """The bucket that an fp8 engine loads: the same tensors in order, with its scales after each quantised one."""
+    """The bucket that an fp8 engine loads: the same tensors in order, each quantised one followed by its scales."""
     start = 0
     parameters = []
     for parameter in bucket.parameters:
@@ -375,7 +379,10 @@ def quantised_bucket(bucket: Bucket) -> Bucket:
 
 
 def quantise_bucket(bucket: Bucket, flat: torch.Tensor, quantised: Bucket) -> torch.Tensor:
-    """Quantise the bucket's bytes `flat`; returns those of `quantised`, its `quantised_bucket`, on the same device."""
+    """Quantise the bucket whose bytes are `flat`; `quantised` is its `quantised_bucket`.
+
+    Returns the bytes of `quantised`, uint8 on the device of `flat`.
+    """
     out = torch.empty(quantised.bytes, dtype=torch.uint8, device=flat.device)
     slots = iter(quantised.slots)
     for slot in bucket.slots:

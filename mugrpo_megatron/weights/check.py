@@ -1,4 +1,4 @@
-"""Compares the engines' weights with the learner's, by checksums of every tensor as SGLang shards and fuses it."""
+"""Compares the engines' weights with the learner's, by checksums of the tensors as SGLang shards and fuses them."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ class WeightMismatch(TrainingFailure):
 
 
 def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int:
-    """Compare every tensor of each leader's engine with the learner's, bitwise; returns the number of `engine`'s
-    tensors.
+    """Compare every tensor of each leader's engine with the learner's, bitwise; returns the number of tensors compared.
+
+    That number is of this rank's `engine`, over all of its tensor parallel ranks.
 
     The tensors of an fp8 engine are compared with the learner's quantised tensors and their scales.
 
@@ -79,7 +80,7 @@ def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int
             where = f"the engine that rank {rank} leads" if len(faults) > 1 else "the engine"
             raise WeightMismatch(
                 f"{where} does not hold the learner's weights: {fault}. It would sample from a different policy. "
-                "`mugrpo convert verify` checks the weight table; "
+                "Look for the error with `mugrpo convert verify`, which checks the weight table; "
                 'engine.check_weights = "never" skips this comparison'
             )
     if failure:
@@ -109,9 +110,9 @@ def padded_on_cpu(architecture: Architecture, size: int) -> bool:
 
 
 def expected_checksums(weight_sync: WeightSync, engine_sums: list[TensorChecksums]) -> list[TensorChecksums]:
-    """Compute the checksums that an engine should have, of tensors in the types that its `engine_sums` name.
+    """Compute the checksums that an engine with the checksums `engine_sums` should have, of tensors in its types.
 
-    Collective; empty on ranks without `engine_sums`.
+    Collective. Returns an entry for each tensor parallel rank of the engine; none on ranks without `engine_sums`.
     """
     hashes: list[dict[str, hashlib._Hash]] = [{} for _ in engine_sums]
     dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in engine_sums]
@@ -131,7 +132,7 @@ Shards = list[tuple[int, str, torch.Tensor]]
 
 
 def _by_name(bucket: Bucket, flat: torch.Tensor, weight_sync: WeightSync) -> list[Shards]:
-    """The bucket's tensors as the engine shards them, grouped by the engine's parameter, in order."""
+    """The bucket's tensors as the engine shards them, in order, in a list for each parameter of the engine."""
     # A fused parameter's bytes are those of its tensors, one after the other, in the order in which the plan has them:
     # q, k, v; gate, up; expert by expert.
     by_name: defaultdict[str, Shards] = defaultdict(list)
@@ -154,7 +155,7 @@ def _add(shards: Shards, hashes: list[dict[str, Any]], dtypes: list[dict[str, st
 
 
 def _without_tied_name(sums: TensorChecksums, architecture: Architecture) -> TensorChecksums:
-    """Give the sum of a tied weight the embedding's name, since the engine may report it as the output layer."""
+    """The checksums with a tied weight under the embedding's name; the engine may report it as the output layer's."""
     if not architecture.tied:
         return sums
     embedding, head = "model.embed_tokens.weight", "lm_head.weight"
@@ -162,7 +163,7 @@ def _without_tied_name(sums: TensorChecksums, architecture: Architecture) -> Ten
 
 
 def _difference(expected: list[TensorChecksums], engine_sums: list[TensorChecksums]) -> str:
-    """A phrase about the first difference between the two; empty if there is none."""
+    """A phrase about the first tensor whose expected and actual checksums differ; empty if all are equal."""
     for rank, (ours, theirs) in enumerate(zip(expected, engine_sums, strict=True)):
         where = f" on its tensor parallel rank {rank}" if len(expected) > 1 else ""
         for names, what in (

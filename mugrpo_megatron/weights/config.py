@@ -110,14 +110,14 @@ def _of_engines(*parts: str) -> dict[str, list[Any]]:
 def changes_engine(value: Any, defaults: Collection[Any]) -> bool:
     """Whether SGLang computes something else with this value of a field than without the field.
 
-    `defaults` are SGLang's for the field, over its versions.
+    `defaults` are the values that versions of SGLang take where the field is missing.
     """
     off = value in OFF
     return not all(value == default or (off and default in OFF) for default in defaults) if defaults else not off
 
 
 class Fields:
-    """The fields of a config, of which each is read once; `finish` then judges those that nobody has read."""
+    """The fields of a config, which a family takes one by one; `finish` then judges those that it has not taken."""
 
     def __init__(self, config: Mapping[str, Any], where: str) -> None:
         self._left = {key: value for key, value in config.items() if key not in WITHOUT_EFFECT}
@@ -158,7 +158,7 @@ class Fields:
             self.refused.append(f"{name} is {value!r}, but the learner supports only {supported}")
 
     def experts(self, *names: str) -> int:
-        """Take the number of routed experts, which may stand under several `names` in one file."""
+        """Take the number of routed experts from the fields `names`; UserError if two of them differ."""
         counts = {name: self.size(name) for name in names if self._left.get(name)} or {names[0]: self.size(names[0])}
         if len(set(counts.values())) > 1:
             given = " and ".join(f"{name} is {count}" for name, count in counts.items())
@@ -179,8 +179,10 @@ class Fields:
             )
 
     def full_attention(self) -> None:
-        """Take the fields of Qwen models about sliding windows and positions of pictures, and require that they are
-        off."""
+        """Take Qwen's fields about sliding windows and positions of pictures.
+
+        `finish` raises if one of them is on, and UserError is raised here for a layer without full attention.
+        """
         self.only("use_sliding_window", (False,), False)
         self.only("use_mrope", (False,), False)
         self.take("sliding_window", None)
@@ -207,9 +209,9 @@ class Fields:
         return UserError(f"{self._where}: {message}")
 
     def finish(self) -> tuple[str, ...]:
-        """Judge the fields that have not been read; returns those that nothing reads at all.
+        """Judge the fields that have not been read; returns the names that `Architecture.unread` describes.
 
-        Raises UserError, which names all that would change the model.
+        Raises UserError, which names all fields that would change transformers' or SGLang's model.
         """
         family = self._config["model_type"]
         known, engine = class_fields(family), engine_fields(family)
@@ -229,8 +231,10 @@ class Fields:
         return tuple(sorted({*self.unread, *self._left} - known))
 
     def refuse_engines_own(self, left: Mapping[str, Any], engine: Mapping[str, list[Any]]) -> None:
-        """Refuse the fields in `left` because of which SGLang would compute another model than the learner, which
-        ignores them."""
+        """Refuse each field in `left` that the learner ignores and that changes SGLang's model; `finish` raises.
+
+        `engine` has the fields that SGLang reads, with its defaults.
+        """
         context = self._config.get("max_position_embeddings") or 0
         refused = {
             name: value
@@ -283,7 +287,7 @@ def decoder(
     delta: Delta | None = None,
     **transformer: Any,
 ) -> Architecture:
-    """Read a pre-norm RMSNorm decoder with rotary positions and a gated SiLU feed-forward, which all families are.
+    """Read the fields that all families share: those of a pre-norm RMSNorm decoder with rotary positions and SwiGLU.
 
     Args:
         table: the rows of the family's parameters.
@@ -307,12 +311,14 @@ def decoder(
         raise fields.error(f"head_dim {head_dim} is odd, but rotary embedding rotates pairs of dimensions; correct it")
     if int(head_dim * rotated) % 2 or not 0 < int(head_dim * rotated) <= head_dim:
         raise fields.error(
-            f"partial_rotary_factor {rotated} of head_dim {head_dim} is not a positive number of pairs, but "
-            f"{head_dim * rotated:g} dimensions; their number must be even, and at most head_dim"
+            f"partial_rotary_factor {rotated} of head_dim {head_dim} is not a positive number of pairs: it gives "
+            f"{head_dim * rotated:g} rotated dimensions, which must be even, above 0 and at most head_dim; correct it"
         )
     groups = fields.take("num_key_value_heads", heads)
     if heads % groups:
-        raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}")
+        raise fields.error(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {groups}; correct the wrong one"
+        )
     context = fields.size("max_position_embeddings")
     fields.only("hidden_act", ("silu",), "silu")
     fields.only("attention_dropout", (0.0,), 0.0)
@@ -357,7 +363,7 @@ def decoder(
 
 
 def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
-    """Read a softmax router over all experts into arguments of TransformerConfig.
+    """Read the fields of a softmax router over all experts; returns arguments of TransformerConfig.
 
     `ffn` is the size of an expert's feed-forward. `renormalised` says whether the weights of the chosen experts are
     divided by their sum.
@@ -365,11 +371,13 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
     count = fields.experts("num_local_experts", "num_experts")
     chosen = fields.size("num_experts_per_tok")
     if chosen > count:
-        raise fields.error(f"num_experts_per_tok {chosen} is more than the model's {count} experts")
+        raise fields.error(
+            f"num_experts_per_tok {chosen} is more than the model's {count} experts; correct the wrong one"
+        )
     if chosen == 1 and renormalised:
         raise fields.error(
-            "num_experts_per_tok is 1 and weights are renormalised, so every token's expert has the weight 1 and the "
-            "router no gradient; Megatron does not build such a router"
+            "num_experts_per_tok is 1 and the experts' weights are renormalised, so every weight is 1 and the router "
+            "gets no gradient; Megatron does not build such a router, so the model cannot be trained here"
         )
     return {
         "num_moe_experts": count,
@@ -384,7 +392,7 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
 
 
 def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
-    """Read DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2) into arguments of TransformerConfig.
+    """Read the fields of DeepSeek-V3's router (arXiv 2412.19437, section 2.1.2); returns TransformerConfig's arguments.
 
     The first `dense` layers have no router. Experts are chosen by sigmoid scores plus a bias, within the groups whose
     best two experts score highest. Their weights are the scores without the bias, renormalised and scaled. The bias
@@ -401,9 +409,13 @@ def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
     count, chosen = fields.experts("n_routed_experts", "num_local_experts"), fields.size("num_experts_per_tok")
     groups, best = fields.take("n_group", 1), fields.take("topk_group", 1)
     if not 1 < chosen <= count:
-        raise fields.error(f"num_experts_per_tok {chosen} is not between 2 and the model's {count} experts")
+        raise fields.error(
+            f"num_experts_per_tok {chosen} is not between 2 and the model's {count} experts; correct the wrong one"
+        )
     if dense >= layers:
-        raise fields.error(f"first_k_dense_replace {dense} leaves no layer of {layers} with routed experts")
+        raise fields.error(
+            f"first_k_dense_replace {dense} leaves no layer of {layers} with routed experts; correct the wrong one"
+        )
     if groups > 1 and (count % groups or best > groups or chosen // best != 2):
         raise fields.error(
             f"n_group {groups} and topk_group {best} with num_experts_per_tok {chosen} of {count} experts: the learner "
@@ -437,8 +449,8 @@ def read_rope(
     """Read `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling` (transformers 4).
 
     `head_dim` counts the rotated dimensions only, the fraction `rotated` of a head. `pictures` says that the family's
-    models also see pictures, for whose positions rope scaling has keys. Settings that the kind of scaling does not read
-    have no effect in transformers and here; if they change SGLang's model, `fields.finish` raises.
+    models also take pictures, so that the keys `OF_PICTURES` are ignored. Transformers and the learner ignore settings
+    that the kind of scaling does not have; if one changes SGLang's model, `fields.finish` raises.
     """
     parameters = _one_rope(fields)
     outer_theta = fields.take("rope_theta", default_theta)
@@ -484,16 +496,17 @@ def read_rope(
 
 
 def _original_positions(fields: Fields, scaling: Fields, outer: int | None, context: int) -> int:
-    """The number of positions that the model was trained with before its rope was scaled.
+    """Take the number of positions that the model was trained with before its rope was scaled.
 
-    The number may stand in the rope scaling, where SGLang reads it, and beside it (`outer`). Raises UserError when the
-    two differ.
+    SGLang reads it from the rope scaling; without it there, it is `context`. The config may have it beside the rope
+    scaling too (`outer`), and UserError is raised if the two differ.
     """
     original: int = scaling.take("original_max_position_embeddings", context)
     if outer is not None and outer != original:
         raise fields.error(
-            f"original_max_position_embeddings is {outer} beside the rope scaling and {original} in it, where SGLang "
-            "reads it (max_position_embeddings if it is missing there); write the right one into the rope scaling"
+            f"original_max_position_embeddings is {outer} beside the rope scaling and {original} in it (if it is "
+            "missing there, max_position_embeddings counts); SGLang reads the number in the rope scaling, so write the "
+            "right number in both places"
         )
     return original
 
@@ -515,7 +528,7 @@ def _one_rope(fields: Fields) -> dict[str, Any]:
     if scaling and parameters and scaling != parameters:
         raise fields.error(
             "rope_scaling and rope_parameters differ, and transformers 5 and SGLang drop rope_parameters with its "
-            "rope_theta; write all of it into rope_parameters and remove rope_scaling"
+            "rope_theta; put the settings of both into rope_parameters, and remove rope_scaling"
         )
     return scaling or parameters
 
@@ -523,9 +536,9 @@ def _one_rope(fields: Fields) -> dict[str, Any]:
 def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """The number that YaRN multiplies cos and sin by, for a context stretched by `factor` (arXiv 2309.00071, eq. 22).
 
-    It is the `attention_factor` of `scaling`, if that has one. Otherwise it is 0.1 ln(factor) + 1 or, with `mscale` and
-    `mscale_all_dim`, the quotient of the function `mscale` at these two weights; an `attn_factor` multiplies either, as
-    in YaRN's first code.
+    It is the `attention_factor` of `scaling`, if that has one. Otherwise it is 0.1 ln(factor) + 1, or with `mscale` and
+    `mscale_all_dim` the quotient of the function `mscale` at these two weights. An `attn_factor` in `scaling`
+    multiplies this number, as in YaRN's first code.
     """
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])

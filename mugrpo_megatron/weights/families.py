@@ -1,4 +1,4 @@
-"""The model families: each reads its Hugging Face config into an `Architecture`."""
+"""The supported model families. For each, a function reads its Hugging Face config into an `Architecture`."""
 
 from __future__ import annotations
 
@@ -112,7 +112,10 @@ def _glm4_moe_lite(fields: Fields) -> Architecture:
                 "reads the former and transformers the latter; make them agree"
             )
         if kinds != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
-            raise fields.error("mlp_layer_types has a dense layer after a sparse one, which the learner does not build")
+            raise fields.error(
+                "mlp_layer_types has a dense layer after a sparse one; the learner builds only models in which all "
+                "dense layers come first"
+            )
     return _latent(fields, "glm4_moe_lite", dense)
 
 
@@ -152,7 +155,8 @@ def _latent(fields: Fields, family: str, dense: int) -> Architecture:
     heads, groups = (architecture.transformer[key] for key in ("num_attention_heads", "num_query_groups"))
     if heads != groups:
         raise fields.error(
-            f"num_key_value_heads is {groups} and num_attention_heads {heads}, but latent attention needs equal numbers"
+            f"num_key_value_heads is {groups} and num_attention_heads {heads}, but latent attention needs equal "
+            "numbers; correct the wrong one"
         )
     return architecture
 
@@ -175,7 +179,7 @@ def _glm4_moe(fields: Fields) -> Architecture:
 
 
 def _routed_rows(routed: Mapping[str, Any]) -> tuple[Row, ...]:
-    """Rows of the feed-forward layers of a model with `sigmoid_routing`."""
+    """The rows of the feed-forward layers, dense and routed, of a model whose routers `sigmoid_routing` has read."""
     shared = shared_experts("mlp") if routed["moe_shared_expert_intermediate_size"] else ()
     return (
         *in_layers("dense", GATED_MLP),
@@ -201,7 +205,7 @@ FAMILIES = {
 """`model_type` of a config.json -> the function that reads such a config. These are text models: those that a
 `...ForCausalLM` class of transformers loads."""
 _SPARSE = "sparse attention (DSA), whose indexer the learner does not have"
-_WITH_VISION = "a vision tower; take its text out, {}, with `mugrpo convert text_of`"
+_WITH_VISION = "a vision tower; extract its text model, {}, with `mugrpo convert text_of`"
 CLOSE = {
     "deepseek_v32": _SPARSE,
     "glm_moe_dsa": _SPARSE,
@@ -210,7 +214,7 @@ CLOSE = {
     "qwen3_5": _WITH_VISION.format("qwen3_5_text"),
     "qwen3_5_moe": _WITH_VISION.format("qwen3_5_moe_text"),
     "kimi_linear": "linear attention (Kimi Delta Attention), which the learner does not have",
-    "deepseek_v2": "the softmax router of its groups; of the later models the family deepseek_v3 is supported",
+    "deepseek_v2": "a softmax router over groups of experts; of the later models the family deepseek_v3 is supported",
     "gpt_oss": "attention sinks and weights in mxfp4",
 }
 """`model_type` of a model that resembles a supported one -> the feature that the learner lacks for it."""
@@ -257,7 +261,7 @@ class TokenFlops:
 
 
 def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
-    """The forward FLOP of a token in sequences of `sequence` tokens."""
+    """The FLOP of a token's forward pass, averaged over the positions of a sequence of `sequence` tokens."""
     size, layers, dense = architecture.letters, architecture.layers, architecture.dense_layers
     feed_forward = dense * 3 * size["H"] * size["F"]
     if architecture.experts:
@@ -283,7 +287,7 @@ def token_flops(architecture: Architecture, sequence: float) -> TokenFlops:
 
 
 def model_flops(architecture: Architecture, lengths: Sequence[int], trained: int) -> float:
-    """The FLOP of an update on sequences of these `lengths`: forward, plus twice as many for backward.
+    """The FLOP of an update on sequences of `lengths` tokens: those of a forward pass, and twice as many for backward.
 
     As in "model FLOPs utilization" (arXiv 2204.02311, appendix B): recomputation, padding and extra passes do not
     count. Attention is counted as causal, half of the full square.
@@ -302,7 +306,7 @@ BLOCK_BYTES = 4096
 
 
 def fingerprint(directory: Path) -> str:
-    """A SHA-256 by which a checkpoint's weights are recognised.
+    """A SHA-256 that tells a checkpoint's weights from those of another checkpoint.
 
     It covers the names and sizes of the safetensors files, and 64 blocks spread evenly over each file.
     """

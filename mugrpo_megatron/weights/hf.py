@@ -1,4 +1,4 @@
-"""Loads a Hugging Face checkpoint directory into the learner's shards, and saves one with config and tokenizer."""
+"""Loads a Hugging Face checkpoint into the learner's shards, and saves the learner's weights as such a checkpoint."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architectur
     if local.shape != shape:
         raise UserError(
             f"{entry.megatron}: the model was built with shape {list(shape)} on a rank, the checkpoint gives "
-            f"{list(local.shape)}; the model was not built from this checkpoint's config.json"
+            f"{list(local.shape)}, so the model was not built from this checkpoint's config.json; load a checkpoint of "
+            "the model that was built"
         )
     return local
 
@@ -123,7 +124,7 @@ def save_hf(
 def gather_hf(
     chunks: Sequence[torch.nn.Module], architecture: Architecture, like: Path, out: Path, notes: Mapping[str, Any]
 ) -> Callable[[], None]:
-    """Gather the learner's weights on rank 0's host, and return the function that writes them as `save_hf` does.
+    """Gather the learner's weights in rank 0's host memory, and return the function that writes them as `save_hf` does.
 
     Collective. The returned function communicates with no rank, so it may be called later, in any thread, while
     training continues; on ranks other than 0 it does nothing. It replaces an earlier `out`, and raises UserError when
@@ -142,7 +143,7 @@ def gather_hf(
 def _write(
     out: Path, plan: BucketPlan, shard_bytes: int, tensors: Iterator[torch.Tensor], like: Path, notes: Mapping[str, Any]
 ) -> None:
-    """Write the plan's tensors, in its order; UserError if `out` cannot be written."""
+    """Write the checkpoint `out` with the plan's `tensors`, in its order; UserError if it cannot be written."""
     specs = [slot for bucket in plan.buckets for slot in bucket.slots]
     shards = divide(specs, shard_bytes)
     try:
@@ -160,7 +161,8 @@ def _write(
 
 
 def carried_files(directory: Path, more: Sequence[str] = ()) -> list[str]:
-    """The names of a checkpoint's files that are copied unchanged: of `CARRIED`, `more`, and named chat templates."""
+    """The names of a checkpoint's files that are copied unchanged: those of `CARRIED` and `more` that exist, and named
+    chat templates."""
     templates = sorted(f"{TEMPLATES}/{path.name}" for path in (directory / TEMPLATES).glob("*.jinja"))
     return [name for name in (*CARRIED, *more, *templates) if (directory / name).is_file()]
 
@@ -173,9 +175,9 @@ def copy_files(source: Path, out: Path, names: Iterable[str]) -> None:
 
 
 def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
-    """Copy tokenizer and generation config from `like` to `out`, and write its config.json with `dtype`.
+    """Copy tokenizer and generation config from the checkpoint `like` to `out`, and its config.json with two changes.
 
-    `dtype` is the type of the stored weights.
+    The config gets `dtype`, the type of the stored weights, and no layers of multi-token prediction.
     """
     names = carried_files(like)
     check_carried(like, names)
@@ -190,9 +192,9 @@ def carry_files(like: Path, out: Path, dtype: torch.dtype) -> None:
 
 
 def check_tokenizer(directory: Path, architecture: Architecture) -> None:
-    """Raise UserError when the tokenizer is damaged or has an id beyond the embedding's rows.
+    """Raise UserError when a file that `carry_files` copies cannot be read or is not what its name says.
 
-    It is raised also when a file that `carry_files` copies cannot be read, or is not what its name says.
+    It is also raised when the tokenizer has an id beyond the embedding's rows.
     """
     check_carried(directory, carried_files(directory))
     check_vocabulary(directory, architecture.vocab_size)

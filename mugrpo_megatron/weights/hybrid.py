@@ -70,7 +70,8 @@ def _hybrid(fields: Fields, family: str, feed_forward: tuple[Row, ...], **transf
     )
     if sizes.value_heads % sizes.key_heads:
         raise fields.error(
-            f"linear_num_value_heads {sizes.value_heads} is not a multiple of linear_num_key_heads {sizes.key_heads}"
+            f"linear_num_value_heads {sizes.value_heads} is not a multiple of linear_num_key_heads {sizes.key_heads}; "
+            "correct the wrong one"
         )
     return decoder(
         fields,
@@ -92,7 +93,7 @@ def _hybrid(fields: Fields, family: str, feed_forward: tuple[Row, ...], **transf
 def _linear_layers(fields: Fields) -> tuple[bool, ...]:
     """Read which layers have a gated delta network, from `layer_types` or `full_attention_interval`.
 
-    Without `layer_types`, all have one but every `full_attention_interval`-th.
+    Without `layer_types`, every layer has one except each `full_attention_interval`-th.
     """
     layers, interval = fields.size("num_hidden_layers"), fields.take("full_attention_interval", 4)
     kinds = fields.take("layer_types", [KINDS[(layer + 1) % interval == 0] for layer in range(layers)])
@@ -105,7 +106,7 @@ def _linear_layers(fields: Fields) -> tuple[bool, ...]:
 
 
 def _trunk(sizes: Delta) -> tuple[Row, ...]:
-    """`blocks.TRUNK` with gated delta networks in linear layers, and attention with an output gate in full ones."""
+    """`blocks.TRUNK` with other attention: a gated delta network, or in full layers attention with an output gate."""
     ours, theirs = OURS + "self_attention.", THEIRS + "self_attn."
     full = (
         Row(

@@ -70,8 +70,9 @@ class HFCheckpoint:
 def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint:
     """Find every tensor of a checkpoint, and compare names and shapes with those of the architecture.
 
-    Only headers are read, and the data of a tied output layer. Rotary frequencies and layers of multi-token prediction
-    are ignored; the index may name or lack these and a tied output layer.
+    Only headers are read, and for a tied output layer the data of it and of the embedding. Rotary frequencies and
+    layers of multi-token prediction are ignored; the index may name or lack these and a tied output layer.
+
     Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
     that the architecture does not have, a wrong shape, and a tied output layer that differs from the embedding.
     """
@@ -122,7 +123,7 @@ def check_tensors(
 
 
 def _ignored(name: str, architecture: Architecture) -> bool:
-    """Whether a tensor is not used: rotary frequencies, and DeepSeek-V3's layers of multi-token prediction."""
+    """Whether a tensor is not used: rotary frequencies and, with latent attention, layers of multi-token prediction."""
     layer = LAYER.match(name)
     beyond = layer is not None and int(layer[1]) >= architecture.layers and architecture.latent is not None
     return name.endswith(".rotary_emb.inv_freq") or beyond
@@ -131,7 +132,8 @@ def _ignored(name: str, architecture: Architecture) -> bool:
 def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
     """Find every tensor of a checkpoint in the headers of its files.
 
-    Raises UserError if an index disagrees with the headers about a tensor that is `needed`, or a file is damaged.
+    Raises UserError if there is no safetensors file, a file is damaged or not named in the index, a tensor is quantised
+    or in two files, or the index disagrees with the headers about a tensor for which `needed` is true.
     """
     index_path = directory / INDEX
     indexed: dict[str, str] | None = None
@@ -147,7 +149,10 @@ def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
     elif (directory / SINGLE).is_file():
         names = [SINGLE]
     else:
-        raise UserError(f"{directory} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are supported")
+        raise UserError(
+            f"{directory} has neither {SINGLE} nor {INDEX}; only safetensors checkpoints are supported: save the model "
+            "as one"
+        )
     files: dict[str, str] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     dtypes: dict[str, torch.dtype] = {}
@@ -219,7 +224,10 @@ class WeightFile:
 
 
 def divide(specs: Sequence[TensorSpec], shard_bytes: int) -> list[WeightFile]:
-    """Divide tensors, in order, into files of at most `shard_bytes` (or one larger tensor), as in transformers."""
+    """Divide tensors, in order, into files of at most `shard_bytes`, as transformers does.
+
+    A tensor larger than that gets a file of its own.
+    """
     groups: list[list[TensorSpec]] = [[]]
     size = 0
     for spec in specs:
@@ -260,7 +268,7 @@ def write_shard(directory: Path, shard: WeightFile, tensors: Iterable[torch.Tens
 
 
 def write_index(directory: Path, shards: Sequence[WeightFile]) -> None:
-    """Write the index of tensors to files, unless there is only one file."""
+    """Write the index, which says in which file each tensor is, unless there is only one file."""
     if len(shards) == 1:
         return
     weight_map = {spec.name: shard.file for shard in shards for spec in shard.specs}

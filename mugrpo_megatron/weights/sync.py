@@ -145,10 +145,11 @@ def share_memory_by_name() -> None:
 
 @cache
 def _sharing_folder() -> Path:
-    """Start torch's manager of this process's shared memory, and make a folder with the names of what it manages.
+    """Start torch's manager of this process's shared memory, and make a folder that lists what it has to remove.
 
-    The manager's socket gets a short enough path. Seconds after this process is dead the manager removes shared memory
-    and socket. If both are killed together, as by a job scheduler, a later start removes what the folder names.
+    The manager's socket gets a path that is short enough. Seconds after this process has ended, the manager removes the
+    shared memory and its socket. If both processes are killed together, as by a job scheduler, a later start removes
+    what the folder lists.
     """
     fits = len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH
     parent = None if fits else next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
@@ -170,7 +171,7 @@ def _sharing_folder() -> Path:
 
 @cache
 def _note_shared(name: str) -> None:
-    """Write the name of shared memory into this process's folder."""
+    """Add the name of a piece of shared memory to the list in this process's folder (`_sharing_folder`)."""
     # On a full disk the name is not noted, and only torch's manager removes the memory.
     with suppress(OSError), (_sharing_folder() / NAMES).open("a", encoding="utf-8") as file:
         file.write(f"{SHARED_MEMORY}{name}\n")
@@ -179,9 +180,10 @@ def _note_shared(name: str) -> None:
 def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -> SyncStats:
     """Load the learner's current weights into every leader's engine, as weight version `version`.
 
-    Collective: every rank fills every bucket, and each leader sends its copy to its engine; `engine` is None on ranks
-    that do not lead one. The engine's weight memory must be awake, and its KV cache should still be asleep, so that
-    buckets and cache do not need memory at the same time.
+    Collective: every rank fills every bucket, and each leader sends its copy to its engine. `engine` is None on ranks
+    that do not lead one. The engine's weight memory must be awake. Its KV cache should still be asleep, so that buckets
+    and cache do not need memory at the same time.
+
     Raises EngineFailure when this rank's engine refuses a bucket, after this rank has done its part for the others.
     """
     start = time.perf_counter()
@@ -240,7 +242,7 @@ def _load(engine: WeightReceiver | None, serialized: list[bytes], flat: torch.Te
 
 
 def _result(loading: Future[torch.Tensor]) -> EngineFailure | None:
-    """Wait until the engine has read a bucket; returns the failure if it did not."""
+    """Wait until the engine has read a bucket; returns None, or the failure if it could not read it."""
     try:
         loading.result()
     except EngineFailure as failure:
@@ -249,7 +251,7 @@ def _result(loading: Future[torch.Tensor]) -> EngineFailure | None:
 
 
 def _leads(weight_sync: WeightSync) -> bool:
-    """Whether this rank may lead an engine; without engine groups every rank may."""
+    """Whether this rank may lead an engine: as the first of its `engine_group`, or if there are no such groups."""
     return weight_sync.engine_group is None or weight_sync.engine_group.rank() == 0
 
 
@@ -262,7 +264,7 @@ def _vote_and_release(weight_sync: WeightSync, ok: bool) -> bool:
     votes = [ok] * weight_sync.engine_group.size()
     dist.all_gather_object(votes, ok, group=weight_sync.engine_group)
     if weight_sync.staging is None:
-        # Without this, torch would free the memory that readers no longer use only when it next shares some.
+        # torch frees shared memory that no process reads any more only when it next shares some, unless asked to.
         torch.cuda.ipc_collect()
     return all(votes)
 
@@ -295,9 +297,9 @@ def named_tensors(bucket: Bucket, flat: torch.Tensor) -> list[tuple[str, torch.T
 
 
 def flattened_bucket(bucket: Bucket, flat: torch.Tensor) -> dict[str, Any]:
-    """The bucket as SGLang's `flattened_bucket` format has it: one tensor, and where each weight stands in it."""
-    # SGLang's class FlattenedTensorMetadata is not used: importing SGLang takes seconds, and its ModelRunner copies the
-    # attributes anyway.
+    """The bucket in SGLang's format `flattened_bucket`: one tensor of bytes, and the place of each weight in it."""
+    # SGLang's class FlattenedTensorMetadata is not used, because importing SGLang takes seconds. Its ModelRunner only
+    # reads these attributes.
     metadata = [
         SimpleNamespace(
             name=slot.name,

@@ -23,8 +23,8 @@ NORMS = {
 }
 """Name of a norm in the tables -> its name with Transformer Engine, which fuses it into the linear layer after it.
 
-Experts are no such layer, so a norm before experts keeps its name. Megatron's distributed checkpoints have the fused
-names for both kinds of layers (`stored`).
+Experts are no such layer, so a norm before experts keeps its name. In Megatron's distributed checkpoints norms have the
+fused names with local layers too (`stored`).
 """
 STORED_NAMES = (
     (re.compile(r"^decoder\.layers\.\d+\."), "decoder.layers."),
@@ -103,8 +103,8 @@ def split_to_hf(entry: Entry, unsharded: torch.Tensor, architecture: Architectur
     """Split the unsharded Megatron parameter into views that have the elements of its Hugging Face tensors in order.
 
     The views of `qkv` are [groups, rows of a group, ...], those of queries with gates [groups, heads, 2, dim, ...].
-    Callers reshape them to the tensor's shape, because that copies. A rank's shard of a linear layer may be passed too:
-    the views are then of that rank's shard of each tensor.
+    They are not in the tensors' shapes, because reshaping them would copy. A rank's shard of a linear layer may be
+    passed too: the views are then of that rank's shard of each tensor.
     """
     if entry.row.form in ("qkv", "qkv_gated"):
         groups = architecture.transformer["num_query_groups"]
@@ -137,7 +137,7 @@ def shard(entry: Entry, unsharded: torch.Tensor, size: int, rank: int) -> torch.
 
 
 def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Put the shards of all tensor parallel ranks together to the unsharded parameter: the inverse of `shard`."""
+    """Join the shards of all tensor parallel ranks, in rank order, to the unsharded parameter; inverse of `shard`."""
     if entry.row.split == "none" or len(shards) == 1:
         return shards[0]
     dimension = DIMENSION[entry.row.split]
@@ -152,7 +152,7 @@ def unshard(entry: Entry, shards: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def pad_vocab(entry: Entry, unsharded: torch.Tensor, rows: int) -> torch.Tensor:
-    """Append zero rows to the vocabulary up to `rows`, so that it divides over the tensor parallel ranks."""
+    """Append zero rows to a parameter of the vocabulary until it has `rows` rows; other parameters are unchanged."""
     if entry.row.form != "vocab" or len(unsharded) == rows:
         return unsharded
     padded = unsharded.new_zeros(rows, *unsharded.shape[1:])
@@ -164,7 +164,7 @@ def pad_vocab(entry: Entry, unsharded: torch.Tensor, rows: int) -> torch.Tensor:
 class Stored:
     """Where an unsharded parameter, or a section of it, is in a Megatron distributed checkpoint.
 
-    The checkpoint may have one tensor for all layers and experts, a stack of which the parameter is one item.
+    The checkpoint's tensor may be a stack of the same parameter of all layers, experts or both.
     """
 
     key: str
@@ -199,7 +199,7 @@ def stored(entry: Entry, architecture: Architecture) -> list[Stored]:
 
 
 def table_name(name: str) -> str:
-    """The table's name of a parameter that has the name `name` in local or in Transformer Engine layers."""
+    """The table's name of a parameter that is called `name` in a model of local or of Transformer Engine layers."""
     for plain, fused in NORMS.items():
         name = name.replace(f".{fused}", f".{plain}")
     return _GROUPED.sub(r".experts.local_experts.\2.\1.weight", name)

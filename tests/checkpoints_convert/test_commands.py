@@ -28,9 +28,7 @@ from tests.weights.ranks_work import Layout, reload_megatron, save_training_chec
 from tests.weights.tiny import assert_same_weights
 
 Spoil = Callable[[Path], Any]
-NOTE = (
-    "model: without effect, since neither transformers' class nor SGLang's reads them: is_llama_config, unsloth_fixed\n"
-)
+NOTE = "model: fields that change nothing in transformers or in SGLang: is_llama_config, unsloth_fixed\n"
 SECOND = "model-00002-of-00003.safetensors"
 
 

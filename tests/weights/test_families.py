@@ -169,7 +169,11 @@ def test_old_spelling_of_rope_scaling_means_the_same() -> None:
         ("deepseek_v32", {}, "model_type 'deepseek_v32' is not supported: it needs sparse attention (DSA)"),
         ("glm_moe_dsa", {}, "needs sparse attention (DSA)"),
         ("qwen3_next", {}, "needs projections of gated delta networks that are grouped by key head"),
-        ("qwen3_5_moe", {}, "needs a vision tower; take its text out, qwen3_5_moe_text, with `mugrpo convert text_of`"),
+        (
+            "qwen3_5_moe",
+            {},
+            "needs a vision tower; extract its text model, qwen3_5_moe_text, with `mugrpo convert text_of`",
+        ),
         ("qwen3_5_text", {"linear_num_key_heads": 6}, "32 is not a multiple of linear_num_key_heads 6"),
         ("qwen3_5_text", {"layer_types": ["full_attention"]}, "layer_types names 1 of 2 layers"),
         ("qwen3_5_text", {"layer_types": ["sliding", "full_attention"]}, "linear_attention or full_attention"),
