@@ -11,7 +11,7 @@ import numpy as np
 from mugrpo_megatron.errors import EngineFailure
 from mugrpo_megatron.recipe.scoring import OVERLONG
 
-if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run does without the package
+if TYPE_CHECKING:  # only tests need jaxtyping: they check the shapes that the types give (tests/shapes.py)
     from jaxtyping import Bool, Float32, Int32, UInt8, UInt16
 
 UNSCORED = "group.unscored"
@@ -122,7 +122,7 @@ class Episode:
 
     @property
     def last_turn(self) -> int:
-        """Index of the first token of the last turn."""
+        """Index in the response of the first token of its last turn."""
         others = np.flatnonzero(~self.mask)
         return int(others[-1]) + 1 if len(others) else 0
 

@@ -53,7 +53,7 @@ def ending_at_once() -> Iterator[Ending]:
     """
     ending = Ending()
 
-    def leave() -> None:  # registered first, so it runs last
+    def leave() -> None:  # registered first, so it runs last of all exit handlers
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):

@@ -56,7 +56,7 @@ def generate_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
         sample(run, engines.leader, stage, whole)  # engine -> verifier -> stage on disk
         seal_if_complete(run, stage, whole)
         engines.sleep()
-    run_auxiliary_models(run, learner, stage, cursor)  # a teacher, a judge: stage -> column
+    run_auxiliary_models(run, learner, stage, cursor)  # a teacher or a judge adds a column to the stage
     learner.reload()
 
 
@@ -66,17 +66,17 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
     Returns the cursor at which the next stage begins.
     """
     with open_stage(run, learner, cursor) as stage:
-        stage.compute_columns(cursor)  # behaviour, ref: a forward pass over the stage for each that is missing
+        stage.compute_columns(cursor)  # behaviour, ref: a forward pass over the stage for each column that it lacks
         stage.record_start(cursor)  # how far engine and learner differ; a forward pass over a few responses
         while stage.holds(cursor):
             if evaluation_due(run, cursor):
                 stage.pause()
                 evaluate_policy(run, learner, engines, cursor)
-            stage.refresh_proximal(cursor)  # decoupled PPO: a forward pass every few updates
+            stage.refresh_proximal(cursor)  # for decoupled PPO: a forward pass every few updates
             batch = stage.batch(cursor)
             advantages = group_advantages(batch.rewards, batch.groups, run.recipe.objective, batch.samples)
             with stage.measured(cursor):
-                metrics = update(learner, batch.samples, advantages, batch.stage_progress)  # clip, veto, head: fused
+                metrics = update(learner, batch.samples, advantages, batch.stage_progress)  # loss, gradients, step
             stage.record(cursor, batch, metrics)
             cursor = stage.next_cursor(cursor, batch, metrics)
             save_if_due(run, cursor)
@@ -98,10 +98,10 @@ def hand_over(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> N
     engine."""
     with run.phase("sync", cursor) as facts:
         learner.reload()  # still offloaded if an engine failed after the last hand-over
-        expected = expected_logprobs(run, learner, engines)  # of a few texts, once after each start
+        expected = expected_logprobs(run, learner, engines)  # of a few texts, once after each engine start
         learner.offload("optimizer")
         engines.wake("weights")
         facts |= engines.receive(cursor.updates)  # learner -> engine, bucket by bucket
         learner.offload("weights")
         engines.wake("kv_cache")
-        facts |= check_agreement(run, engines, expected)  # the same model on both sides, or the run ends
+        facts |= check_agreement(run, engines, expected)  # ends the run if the two compute different models

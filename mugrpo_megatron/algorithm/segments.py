@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 
-if TYPE_CHECKING:  # tests check what the types say (tests/shapes.py); a run does without the package
+if TYPE_CHECKING:  # only tests need jaxtyping: they check the shapes that the types give (tests/shapes.py)
     from jaxtyping import Float, Int64
 
 

@@ -101,7 +101,10 @@ def recentre_clip(centre: Tensor, low: Tensor, high: Tensor, config: ObjectiveSe
 
 
 def ppo(tokens: TokenBatch, config: ObjectiveSection) -> SurrogateLoss:
-    """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7); with dual clip d, max(., d A) where A < 0."""
+    """-min(r A, clip(r, low, high) A) (PPO, arXiv 1707.06347, eq. 7).
+
+    With dual clip d the minimum is replaced by its maximum with d A where A < 0.
+    """
     ratio, advantage, low, high = tokens.ratio, tokens.advantage, tokens.low, tokens.high
     # clamp is not used on the gradient's path: torch 2.14 halves or drops its gradient at a bound, and M2PO's bound is
     # the ratio of a token.

@@ -17,12 +17,12 @@ BATCH_TOKENS = 1 << 14
 BATCH_SCORES = 1 << 24
 """The largest number of attention scores (padded queries x padded keys) in a call; it limits the size of the mask."""
 USEFUL_FRACTION = 0.75
-"""A sequence whose keys are shorter than this fraction of the batch's longest starts a new batch."""
+"""A sequence with fewer keys than this fraction of those of the batch's longest sequence starts a new batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
-    """B sequences with up to E query tokens and L keys each, padded at the right."""
+    """B sequences that attend in one call, padded at the right to E query tokens and L keys."""
 
     queries: torch.Tensor
     """int64 [B * E]: rows of the query tensor; padding repeats a sequence's last query."""

@@ -1,8 +1,8 @@
-"""Defers torch's compiler until a function is called that needs it.
+"""Defers the import of torch's compiler until a function that is to be compiled is called.
 
-Decorating a function with `torch.compile` imports Inductor, which takes two seconds of a core, and any other use of
-Dynamo takes one more. Megatron-core, SGLang, transformers and torchvision do both when they are imported, for functions
-of which a run on CPU calls few or none.
+Decorating a function with `torch.compile` imports Inductor, which takes two CPU seconds, and the first use of Dynamo
+takes another. Megatron-core, SGLang, transformers and torchvision do both when they are imported, for functions of
+which a run on CPU calls few or none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 @contextmanager
 def compiling_deferred() -> Iterator[None]:
-    """In the block, let `torch.compile` as a decorator compile a function at its first call instead of at once."""
+    """Let functions that the block decorates with `torch.compile` be compiled at their first call, not at once."""
     compile_now = torch.compile
 
     def compile_later(model: Any = None, **options: Any) -> Any:
@@ -56,8 +56,8 @@ def _deferred(function: Callable[..., Any], make: Callable[[], Callable[..., Any
 def compiler_deferred() -> Iterator[None]:
     """In a block that only imports modules, defer torch's compiler and its import.
 
-    Compiling is deferred as by `compiling_deferred`, and placeholders stand for torch._dynamo. They have a price: a
-    function that is decorated with `torch._dynamo.disable` in the block is not excluded from compiled callers.
+    Compiling is deferred as by `compiling_deferred`, and placeholders take the place of torch._dynamo's modules. One
+    thing is lost: a function that is decorated with `torch._dynamo.disable` in the block is compiled with its caller.
     """
     if "torch._dynamo" not in sys.modules:
         sys.modules.update(_placeholders())
@@ -69,7 +69,7 @@ def compiler_deferred() -> Iterator[None]:
 
 
 class _Placeholder(ModuleType):
-    """Stands for a module of torch's compiler and has a few of its names; using any other name imports the module."""
+    """Takes the place of a module of torch's compiler, with a few of its names; any other name imports the module."""
 
     def __init__(self, module: str, **names: Any) -> None:
         super().__init__(module)

@@ -1,7 +1,7 @@
 """Gated delta networks in an engine on CPU: the kernels that SGLang takes from `sgl_kernel`, in torch's operations.
 
 SGLang's own kernels need AMX. Names and arguments are SGLang 0.5.23's (srt/models/qwen3_5.py,
-srt/layers/attention/linear). Every request has a slot in SGLang's pools: there are its state, float32 [heads, value,
+srt/layers/attention/linear). Every request has a slot in SGLang's pools, which hold its state, float32 [heads, value,
 key], and its window, the last inputs of the convolution.
 """
 
@@ -27,7 +27,10 @@ def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
 def fused_qk_gemma_rmsnorm_cpu(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise each head of q and k, with 1 + its weight: [tokens, heads x width] -> [tokens x heads, width]."""
+    """RMS-normalise each head of q and k, and multiply it by 1 + `q_weight` or `k_weight`.
+
+    Takes [tokens, heads x width], returns [tokens x heads, width] of both.
+    """
     return _norm(q.reshape(-1, width), q_weight, eps), _norm(k.reshape(-1, width), k_weight, eps)
 
 
@@ -56,7 +59,11 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(
     qkvz: torch.Tensor, ba: torch.Tensor, key_heads: int, heads: int, key: int, value: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Split projections: [query, key, value] of all heads, z [tokens, heads, value], beta and alpha [tokens, heads]."""
+    """Split the projections `qkvz` and `ba` [tokens, ...] into qkv, z, beta and alpha.
+
+    qkv has the queries, keys and values of all heads one after another; z is [tokens, heads, value], the others
+    [tokens, heads].
+    """
     qkv, z = qkvz.split([2 * key_heads * key + heads * value, heads * value], -1)
     b, a = ba.split(heads, -1)
     return qkv.contiguous(), z.unflatten(-1, (heads, value)).contiguous(), b.contiguous(), a.contiguous()
@@ -81,7 +88,10 @@ def causal_conv1d_fn_cpu(
     query_start_loc: torch.Tensor,
     **_: Any,
 ) -> torch.Tensor:
-    """Convolve and activate x [channels, tokens], in which requests follow each other; updates their windows."""
+    """Convolve x [channels, tokens], the tokens of one request after another, and apply SiLU; returns the same shape.
+
+    The requests' windows in `conv_states` are updated.
+    """
     slots = cache_indices.long()
     windows = conv_states[slots].to(x.dtype) * has_initial_state.view(-1, 1, 1)
     outputs, last = [], []
@@ -101,7 +111,10 @@ def causal_conv1d_update_cpu(
     activation: Any,
     conv_state_indices: torch.Tensor,
 ) -> torch.Tensor:
-    """Convolve and activate x [requests, channels], one token of each request; updates their windows."""
+    """Convolve x [requests, channels], one token of each request, and apply SiLU; returns the same shape.
+
+    The requests' windows in `conv_states` are updated.
+    """
     slots = conv_state_indices.long()
     inputs = torch.cat([conv_states[slots].to(x.dtype), x.unsqueeze(-1)], -1)
     conv_states[slots] = inputs[..., 1:].to(conv_states.dtype)
@@ -121,7 +134,7 @@ def chunk_gated_delta_rule_cpu(
     cu_seqlens: torch.Tensor,
     **_: Any,
 ) -> tuple[torch.Tensor, None, None]:
-    """Apply the gated delta rule to q, k, v [1, tokens, heads, ...] of requests one after another.
+    """Apply the gated delta rule to q, k, v [1, tokens, heads, ...], the tokens of one request after another.
 
     Returns [1, tokens, heads, value], and updates the requests' states.
     """
@@ -190,8 +203,8 @@ MAMBA = (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_
 def install(dtype: str) -> None:
     """Put the functions where SGLang looks for them; call it before SGLang imports the model's module.
 
-    Two functions of SGLang itself are replaced too, which run in Triton where there is no AMX: the gated norm, and the
-    sum with the shared expert.
+    Two functions of SGLang itself are replaced too, because without AMX they would need Triton: the gated norm, and the
+    sum with the shared expert's output.
     """
     # Without this variable SGLang rounds the convolution's window to bfloat16 (srt/configs/mamba_utils.py).
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = dtype

@@ -46,7 +46,7 @@ NAME = "torch_native"
 
 
 class BatchedAttention(TorchNativeAttnBackend):
-    """Causal self-attention batched over sequences; the base class handles sliding windows and cross attention."""
+    """Causal self-attention, in one call for many sequences; other attention is left to the base class."""
 
     def __init__(self, model_runner: Any, kernels: Kernels | None = None) -> None:
         """Make the backend. Decoding calls `kernels`, if given, in attention, in other layers and in the sampler."""
@@ -60,7 +60,7 @@ class BatchedAttention(TorchNativeAttnBackend):
                 use_large_pages(buffer)
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
-        """Prepare a forward pass: the first layer plans its batches, and the others use the same plan."""
+        """Prepare a forward pass. Its first layer makes a plan of batches, which the other layers use too."""
         super().init_forward_metadata(forward_batch)
         self._batches: list[DecodeBatch] | None = None
         self._lengths = forward_batch.seq_lens.long()
@@ -108,8 +108,8 @@ class BatchedAttention(TorchNativeAttnBackend):
 class CpuEngine(Engine):
     """An engine whose schedulers use BatchedAttention, with functions in C if their `library` could be built.
 
-    Its processes are forked. SGLang would spawn them, and each would spend ten seconds of a core on imports that this
-    process has done. Forking is safe here, because this process has used no thread pool, event loop or socket before.
+    Its processes are forked. SGLang would spawn them, and each would spend ten CPU seconds on imports that this process
+    has done. OpenMP's threads do not survive a fork, and this process has not used them before.
     """
 
     def __init__(self, library: ctypes.CDLL | None = None, **arguments: Any) -> None:
@@ -141,7 +141,7 @@ class CpuEngine(Engine):
 def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
     backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
     register_attention_backend(NAME)(backend)
-    # The compiler is deferred in this process too, because it imports the model's modules itself.
+    # This forked process imports the model's modules itself, so the compiler is deferred here too.
     with compiling_deferred():
         config = read_config(Path(arguments[0].model_path))
         if config.get("kv_lora_rank"):

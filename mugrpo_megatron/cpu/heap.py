@@ -1,4 +1,4 @@
-"""Settings of glibc's heap on a machine without CUDA: freed memory stays in the process. Imports no torch."""
+"""Settings of glibc's heap for a process without CUDA, which keep freed memory in the process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def keep_freed_memory() -> None:
     if not hasattr(library, "mallopt"):
         return
     library.mallopt(M_ARENA_MAX, 1)
-    # Larger blocks return to the system. If the heap kept them, small blocks would split them, and no large one would
-    # fit again: the heap of a model with 135M parameters then grew from 6 to 11 GB. With this limit it stays below 5
-    # GB, at the cost of 4 % more CPU time.
+    # Larger blocks are returned to the system. If the heap kept them, small blocks would be cut out of them, and the
+    # next large block would not fit: the heap of a model with 135M parameters then grew from 6 to 11 GB. With this
+    # limit it stays below 5 GB, at the cost of 4 % more CPU time.
     library.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
     library.mallopt(M_TRIM_THRESHOLD, -1)

@@ -32,7 +32,7 @@ DTYPES = {name: getattr(torch, name) for name in TYPES}
 
 
 class Build:
-    """A C compiler that runs and builds the library of the functions."""
+    """A run of the C compiler, which builds the library of the functions in `kernel_source`."""
 
     def __init__(self) -> None:
         self._folder = Scratch("kernels")
@@ -86,13 +86,13 @@ SHARED_WORK = 1 << 17
 
 
 class Kernels:
-    """The functions in C, on float32 or bfloat16 tensors on CPU. As many threads as torch's share a large call."""
+    """The functions in C, on float32 or bfloat16 tensors on CPU. As many threads as torch has share a large call."""
 
     NAMES = ("decode", "rms_norm", "silu_and_mul", "rotate")
 
     @classmethod
     def checked(cls, library: ctypes.CDLL) -> ctypes.CDLL:
-        """Return the library itself; raises AttributeError if it lacks one of the functions."""
+        """Return `library`; raises AttributeError if it lacks one of the functions."""
         cls(library)
         return library
 
@@ -114,10 +114,10 @@ class Kernels:
         lengths: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Compute attention of one query per sequence, [B, Hq, D], to its first `lengths` [B] positions; [B, Hq, D].
+        """Compute attention of one query [Hq, D] of each sequence i, of B, to the sequence's first `lengths[i]` tokens.
 
-        Position p of sequence i is row `slots[requests[i], p]` (int32) of keys and values [rows, Hkv, D]; `requests`
-        and `lengths` are int64.
+        Position p of sequence i is row `slots[requests[i], p]` of keys and values [rows, Hkv, D]. `query` is [B, Hq,
+        D], `slots` int32 [requests, positions], `requests` and `lengths` int64 [B]. Returns [B, Hq, D].
         """
         sequences, heads, width = query.shape
         kv_heads = keys.shape[1]
@@ -135,7 +135,7 @@ class Kernels:
     def rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        """Return the RMSNorm of x [..., D]; with a `residual`, x is added to it in place, and the sum is normalised."""
+        """Return the RMSNorm of x [..., D], or of x + `residual`, which also replaces `residual` in place."""
         out = torch.empty_like(x)
         width = x.shape[-1]
         behind = _n(0) if residual is None else _p(residual)
@@ -174,8 +174,9 @@ class Kernels:
 
 
 def use_large_pages(tensor: torch.Tensor) -> None:
-    """Ask the kernel for memory pages of 2 MB under a tensor whose rows are read in no order; does so on Linux only."""
-    # With small pages the processor walks the page table for each row of a sequence: 15 to 25 % of attention's time.
+    """Ask Linux to keep a tensor whose rows are read in no order in pages of 2 MB; does nothing on other systems."""
+    # With small pages the processor looks up the address of each row of a sequence in the page table, which takes 15 to
+    # 25 % of attention's time.
     if not sys.platform.startswith("linux"):
         return
     start = -(-tensor.data_ptr() // LARGE_PAGE) * LARGE_PAGE
@@ -193,7 +194,7 @@ def fits(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def ready(x: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Whether the functions in C accept these tensors: contiguous, of one type of `DTYPES`."""
+    """Whether the functions in C accept these tensors: contiguous, of one type of `DTYPES`, and `x` not empty."""
     typed = x.dtype in DTYPES.values() and all(other.dtype == x.dtype for other in others)
     return typed and x.numel() > 0 and all(tensor.is_contiguous() for tensor in (x, *others))
 

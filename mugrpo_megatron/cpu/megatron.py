@@ -3,13 +3,14 @@
 With the stand-ins the same learner trains on CPU with gloo; they are put only where torch finds no CUDA device.
 Megatron asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and
 events (nothing runs asynchronously, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the
-random state (the CPU's). Experts without Transformer Engine lack a name on every device: `complete_router` adds it.
-What Megatron decorates with `torch.compile` is compiled at its first call, not at its import.
+random state (the CPU's). Without Transformer Engine, Megatron's router lacks a name that it reads, on every device:
+`complete_router` adds it. What Megatron decorates with `torch.compile` is compiled at its first call, not at its
+import.
 
-A lane is a thread that computes whole micro-batches, forward and backward, alone. A small model's update is many
-operations of less than a millisecond. If the cores shared each of them, the other cores would have to be woken as
-often, and on a busy machine every operation would wait for its slowest thread. A lane returns the gradients of its
-micro-batch, and they are added in the order of the micro-batches, so the sum does not depend on which was faster.
+A lane is a thread that computes whole micro-batches, forward and backward, alone. A small model's update consists of
+many operations of less than a millisecond. If the cores shared each operation, threads would have to be woken for each,
+and on a busy machine every operation would wait for its slowest thread. A lane returns the gradients of its
+micro-batch. They are added in the order of the micro-batches, so the sum does not depend on which lane was faster.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ _FACTORIES = ("empty", "empty_like", "ones", "tensor", "zeros")
 
 
 class _Stream:
-    """Stands for a CUDA stream on a device where nothing runs asynchronously."""
+    """Takes the place of a CUDA stream on CPU, where nothing runs asynchronously."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
     def wait_stream(self, _: Any) -> None: ...
     def wait_event(self, _: Any) -> None: ...
     def record_event(self, event: Any = None) -> Any:
-        # On CPU everything runs in order, so an event records nothing, and this stream can stand in for one.
+        # On CPU everything runs in order, so an event has nothing to record, and this stream can be returned as one.
         return event or self
 
     def synchronize(self) -> None: ...
@@ -102,8 +103,8 @@ def _install_random_state() -> None:
 def complete_router() -> None:
     """Let experts run without Transformer Engine, on any device.
 
-    `megatron.core.transformer.moe.moe_utils` binds `te_general_gemm` only where its import of the engine succeeds, but
-    the router's forward pass always compares it with None.
+    `megatron.core.transformer.moe.moe_utils` has the name `te_general_gemm` only if its import of Transformer Engine
+    succeeds, but the router's forward pass always compares it with None.
     """
     from megatron.core.transformer.moe import moe_utils
 
@@ -112,10 +113,10 @@ def complete_router() -> None:
 
 
 def _keep_counts() -> None:
-    """Make the experts' dispatcher turn token counts into numbers on CPU too.
+    """Let Megatron's dispatcher of tokens to experts convert token counts to numpy on CPU too.
 
-    Megatron turns them into numbers when it copies them from a CUDA device. On CPU nothing is copied, and the
-    all-to-all would get tensors.
+    Megatron converts them when it copies them from a CUDA device. On CPU it copies nothing, and its all-to-all would
+    get tensors instead of numbers.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -168,8 +169,10 @@ def run_lanes(
 
 
 def _in_order(step: Callable[[Batch], Value], batches: Sequence[Batch], threads: int) -> Iterator[Value]:
-    """Yield the result of `step` for each micro-batch, in order. Threads compute them, and an operation in one of these
-    is not shared with others."""
+    """Yield the result of `step` for each micro-batch, in order, computed by `threads` threads.
+
+    Each operation runs in the one thread of its micro-batch.
+    """
     pool = ThreadPoolExecutor(threads, "lane", initializer=torch.set_num_threads, initargs=(1,))
     try:
         waiting: list[Future[Value]] = [pool.submit(step, batch) for batch in batches]

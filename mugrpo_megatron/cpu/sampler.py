@@ -1,4 +1,4 @@
-"""Drawing tokens on CPU: SGLang's sampler with a kernel for large vocabularies."""
+"""SGLang's sampler on CPU, with a function in C that draws tokens from large vocabularies."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ OTHER_SETTINGS = (
 
 
 def use_sampling(sampler: Any, kernels: Kernels) -> None:
-    """Let SGLang's sampler draw tokens by a kernel whenever it draws from the whole softmax and returns only logprobs.
+    """Let SGLang's sampler draw by `kernels.sample` from the softmax over a large vocabulary (`LARGE_VOCABULARY`).
 
-    SGLang itself makes eight passes over the logits, and draws a random number for each token of the vocabulary.
+    Every other way of sampling, and a request for more than the sampled tokens' logprobs, is left to SGLang. SGLang
+    makes eight passes over the logits, and draws a random number for each token of the vocabulary.
     """
     before = sampler.forward
 

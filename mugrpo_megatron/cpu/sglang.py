@@ -1,9 +1,9 @@
 """An engine on CPU: replicas, kernels and shared weights. Importing this module imports neither torch nor SGLang.
 
-SGLang's scheduler is one Python process, which leaves cores idle. With short responses its time goes into the handling
-of requests; with long ones it waits for memory, of whose bandwidth a single thread gets only a part. Replicas in
-processes of their own, which share the host's imports, use the other cores for both; more threads of one process would
-only speed up matrix products and attention.
+SGLang's scheduler is one Python process, which leaves cores idle. With short responses most of its time goes into the
+handling of requests. With long ones it waits for memory, of whose bandwidth a single thread gets only a part. Replicas
+are forked processes of their own, and use the other cores to handle requests and to read memory. More threads in one
+process would only speed up matrix products and attention.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LARGEST_WEIGHTS = 1 << 30
 KV_BYTES = 1 << 29
 """The bytes of KV cache that an engine on CPU may have on any machine."""
 KV_SHARE = 16
-"""An engine on CPU may have more KV cache than `KV_BYTES` if it is at most this fraction, 1 / 16, of the memory."""
+"""An engine on CPU may have more KV cache than `KV_BYTES` if it is at most 1 / 16 of the machine's memory."""
 REPLICA_SEED_STRIDE = 104_729
 """Difference between the random seeds of two neighbouring replicas."""
 NAMED_KERNELS = (
@@ -74,9 +74,9 @@ def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str
 
 
 def engine_type() -> Callable[..., Any]:
-    """Return a function that makes a `CpuEngine` from SGLang's arguments.
+    """Import SGLang, and return a function that makes a `CpuEngine` from SGLang's arguments.
 
-    The engine decodes with functions in C if there is a C compiler, which runs while this imports SGLang.
+    If there is a C compiler, it builds the functions in C that the engine decodes with while SGLang is imported.
     """
     from mugrpo_megatron.cpu.kernels import Build
 
@@ -99,15 +99,15 @@ def name_kernels() -> None:
 
 def _no_kernel(*_: Any) -> Any:
     raise RuntimeError(
-        "an engine on CPU has no speculative decoding, because SGLang's kernels for it are not installed; remove its "
-        "settings from engine.extra"
+        "an engine on CPU has no speculative decoding, because SGLang's kernels for it are not installed; remove the "
+        "keys speculative_* from engine.extra"
     )
 
 
 def load_mapped(model: torch.nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> None:
     """Load weights from a sync's shared memory, and keep that memory mapped until the engine ends."""
-    # The mappings are kept, because to map 221 MB anew for each sync took 27 ms, as long as a copy (24 ms). Unpickling
-    # uses a mapping that exists. Every sync uses the same one or two buffers, so no other memory is kept.
+    # Mapping 221 MB anew for each sync took 27 ms, as long as a copy (24 ms). Unpickling uses a mapping that exists, so
+    # the mappings are kept. Every sync uses the same one or two buffers, so no further memory is kept.
     mapped = model.__dict__.setdefault("mapped", {})
     mapped.update({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for _, tensor in tensors})
     model.load_weights(tensors)  # type: ignore[operator]

@@ -1,4 +1,4 @@
-"""Client of an SGLang engine: start it, load weights, generate, put it to sleep, wake it, stop it."""
+"""The learner rank's side of an SGLang engine: start it, load weights, generate, put it to sleep, wake it, stop it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ class Engine:
     """An SGLang engine in a host process.
 
     `start` returns at once, so engine and learner load in parallel; the first call that needs the engine waits for it.
-    A call raises EngineFailure, with the cause and the end of the engine's log, when the engine dies, hangs or refuses.
-    Its processes are gone by then; `wake` or `restart` starts it again, with the weights of its model directory.
+    A call raises EngineFailure, with the cause and the end of the engine's log, when the engine dies, hangs or answers
+    with an error. The engine's processes are gone by then; `wake` or `restart` starts it again, with the weights of its
+    model directory.
     """
 
     def __init__(
@@ -53,9 +54,9 @@ class Engine:
         cancelled: Callable[[], bool] = lambda: False,
         prelaunched: HostProcess | None = None,
     ) -> None:
-        """Prepare an engine on `model_dir` that logs to `log`; UserError when the recipe cannot be served.
+        """Prepare an engine that loads `model_dir` and logs to `log`; UserError if no engine can have these settings.
 
-        If `prelaunched` is given (`launch.prelaunch_host`), the first start uses this process. Every method that waits
+        The first start uses the process `prelaunched` (`launch.prelaunch_host`), if given. Every method that waits
         calls `cancelled` repeatedly; once that returns True, it ends the engine and raises EngineStopped.
         """
         self._spec, self._section, self._cancelled, self.slot = spec, spec.section, cancelled, slot
@@ -89,9 +90,9 @@ class Engine:
         return engine
 
     def rendezvous(self, peers: PeerFailure) -> None:
-        """Restart this leader's process of an engine over several nodes; the nodes' processes meet at `peers.address`.
+        """Restart the leader's process of an engine over several nodes, whose processes meet at `peers.address`.
 
-        The other nodes call `FollowerNode.rendezvous`.
+        On the engine's other nodes `FollowerNode.rendezvous` does the same at the same time.
         """
         self._peers, self._arguments = peers, self._arguments | {"dist_init_addr": peers.address}
         # SGLang's queues listen on this address (utils/network.py).
@@ -101,12 +102,13 @@ class Engine:
     def restart(self) -> None:
         """End the engine's process if it runs, launch a new one, and return at once.
 
-        Raises UserError for an engine over several nodes that no `rendezvous` has given an address.
+        Raises UserError for an engine over several nodes if `rendezvous` has not been called, which gives it an
+        address.
         """
         if self._section.nodes > 1 and not self._peers.address:
             raise UserError(
                 "engine.nodes: an engine over several nodes starts only in a run that has ranks on each of them; set "
-                "engine.nodes to 1 here"
+                "engine.nodes to 1 for this command"
             )
         self._end()
         # A restarted engine must not repeat the random stream that it began with.
@@ -125,18 +127,19 @@ class Engine:
 
     @property
     def memory(self) -> float:
-        """Resident bytes of the engine's processes, without device memory; 0 when not running."""
+        """Bytes of host memory that the engine's processes hold; 0 if the engine is not running."""
         return group_memory(self._host.pid) if self._host is not None else 0.0
 
     @property
     def readers(self) -> int:
-        """The number of processes that read weights: tensor parallel ranks times replicas. `load_bucket` takes an item
-        for each."""
+        """The number of processes that read each bucket of weights: tensor parallel ranks times replicas."""
         return self._section.tensor * self._replicas
 
     def stop(self) -> None:
-        """End the engine. If it has loaded its model and `cancelled` returns False, it is asked to end first, and
-        killed after `STOP_SECONDS`."""
+        """End the engine. One that has loaded its model is asked to end, and killed after `STOP_SECONDS`.
+
+        An engine that is still loading, or whose run was `cancelled`, is killed at once.
+        """
         patience_s = 0.0
         if self._episodes is not None:
             self._episodes.close()
@@ -150,7 +153,8 @@ class Engine:
     def wait_ready(self) -> None:
         """Wait until the engine has loaded its model.
 
-        Raises UserError when SGLang refuses arguments and `[engine.extra]` has some; else ArgumentsRefused.
+        If SGLang refuses its arguments, raises UserError if some are from `[engine.extra]`, and ArgumentsRefused if
+        not.
         """
         if self._ready:
             return
@@ -166,10 +170,10 @@ class Engine:
         self._ready = True
 
     def sleep(self) -> None:
-        """Free the engine's memory until `wake`. Calling it twice does no harm.
+        """Free the engine's memory until `wake`; does nothing if it is free already.
 
-        With `engine.between_stages = "restart"` the process ends. With `"sleep"` SGLang releases the memory on CUDA,
-        and nothing happens on CPU.
+        With `engine.between_stages = "restart"` the engine's process is ended. With `"sleep"` SGLang frees device
+        memory on CUDA, and on CPU nothing is freed.
         """
         if self._section.between_stages == "restart":
             self.stop()
@@ -200,9 +204,10 @@ class Engine:
         self.version = version
 
     def checksums(self) -> list[TensorChecksums]:
-        """Compute the checksums of the engine's weights, for each tensor parallel rank.
+        """Compute the checksums of the engine's weights, one mapping for each tensor parallel rank.
 
-        Each maps SGLang's name of a weight (q, k, v are fused, and gate, up) to its dtype and SHA-256.
+        A mapping has, for SGLang's name of each weight, the weight's dtype and SHA-256. SGLang fuses q, k and v into
+        one weight, and gate and up into another.
         """
         return self._call("checksums", None)
 
@@ -221,10 +226,10 @@ class Engine:
         return self.generate_from(take, n, sampling)
 
     def generate_from(self, take: PromptSource, n: int, sampling: Sampling) -> Generator[SampledGroup]:
-        """Sample as `generate` does, from prompts that `take` hands out, so that several engines can share them.
+        """Sample as `generate` does, from prompts that `take` returns, so that several engines can share a queue.
 
         `take` is called whenever groups have finished. The iterator ends when no prompt is in flight and `take` returns
-        none. With `rollout.function` each response is an episode.
+        none. If the recipe has episodes, each response is one.
         """
         if self._spec.episodes is not None:
             if self._episodes is None:
@@ -261,7 +266,7 @@ class Engine:
 
     @contextmanager
     def generation(self, sampling: Sampling) -> Iterator[None]:
-        """A block in which the engine answers requests (`submit`, `receive_groups`); its end aborts those in flight."""
+        """Let the engine answer requests in the block (`submit`, `receive_groups`); its end aborts those in flight."""
         self.wait_ready()
         self._send(("generate", sampling), "generate")
         self.load_record = LoadRecord()
@@ -278,7 +283,7 @@ class Engine:
         self._send(("requests", requests), "generate")
 
     def abort(self, keys: Collection[int]) -> None:
-        """Abort requests in flight, whose answers may still come; returns at once."""
+        """Ask the engine to abort requests, and return at once. Answers that are on the way still come."""
         self._send(("abort", list(keys)), "generate")
 
     def receive_groups(self) -> Iterator[tuple[int, list[Response]]]:
@@ -289,7 +294,8 @@ class Engine:
     def poll_groups(self, others: Sequence[Any], timeout_s: float) -> list[tuple[int, list[Response]]] | None:
         """Receive groups as `receive_groups` does, but wait at most `timeout_s`, or until one of `others` is readable.
 
-        Returns None when the engine has sent no message, and an empty list for a message without groups.
+        Returns (key of the request, its responses) for each group; an empty list if the engine's message had no groups,
+        and None if there was no message.
         """
         with self._connected() as host:
             if not host.wait(others, timeout_s, "generate"):
@@ -324,7 +330,7 @@ class Engine:
 
     @contextmanager
     def _connected(self) -> Iterator[HostProcess]:
-        """Yield the host process; if it fails in the block, forget it and tell the other nodes."""
+        """Yield the host process. If it fails in the block, it counts as ended, and the other nodes are told why."""
         if self._host is None:
             raise EngineFailure(
                 "the engine is not running, because it was stopped or failed before; `wake` restarts it"
@@ -344,9 +350,9 @@ class Engine:
 
 
 def first_start_problem(engine: Engine) -> str:
-    """Wait for a run's first engine to start; returns a sentence about its failure, empty when it starts.
+    """Wait until a run's first engine has started; returns a sentence about why it has not, or an empty string.
 
-    The cause of a failure this early is the recipe or the machine.
+    At this point a failure is caused by the recipe or the machine.
     """
     try:
         engine.wait_ready()

@@ -1,7 +1,7 @@
 """The SGLang engines of one host process, which hold the same weights and answer as one.
 
-Nearly always there is one. On CPU there may be several (`cpu.sglang`): the responses to one prompt are sampled by the
-engine that has the fewest requests, and every other command goes to all of them.
+On CUDA there is one. On CPU there may be several replicas (`cpu.sglang`): the responses to one prompt are sampled by
+the replica with the fewest requests, and every other command goes to all replicas.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IDLE_SECONDS = 600.0
 
 
 class Replicas:
-    """SGLang engines that were created in the main thread, and share its event loop."""
+    """The SGLang engines of this process, which were created in its main thread and share that thread's event loop."""
 
     def __init__(self, engines: Sequence[Any]) -> None:
         self._engines = engines
@@ -50,7 +50,7 @@ class Replicas:
         return self._engines[0].loop.run_until_complete(awaitable)
 
     async def generate(self, input_ids: list[list[int]], masked: bool = False, **request: Any) -> list[dict[str, Any]]:
-        """Generate on the engine with the fewest requests; returns SGLang's output for each prompt."""
+        """Generate on the engine with the fewest requests; returns SGLang's output for each item of `input_ids`."""
         index = self._in_flight.index(min(self._in_flight))
         self._in_flight[index] += len(input_ids)
         try:
@@ -59,7 +59,7 @@ class Replicas:
             self._in_flight[index] -= len(input_ids)
 
     def abort(self, names: Sequence[str] | None = None) -> None:
-        """Abort requests by SGLang's `rid`, by default all of them; an engine ignores those that it does not have."""
+        """Abort the requests whose `rid` is in `names`, by default all; a name that no engine has is ignored."""
         for engine in self._engines:
             if names is None:
                 engine.tokenizer_manager.abort_request(abort_all=True)
@@ -72,14 +72,14 @@ class Replicas:
         return ChainMap(*[engine.tokenizer_manager.rid_to_state for engine in self._engines])
 
     async def load(self, tokens: int) -> LoadReading:
-        """Ask the engines for their load, after they have sampled `tokens` tokens."""
+        """Return the engines' present load, together with `tokens`, the number of tokens sampled so far."""
         snapshots = [await engine.tokenizer_manager.get_loads() for engine in self._engines]
         return read_load(tokens, [snapshot for schedulers in snapshots for snapshot in schedulers])
 
     def update_weights(self, serialized: list[bytes]) -> None:
         """Load a bucket of weights into every engine; `serialized` has an item for each rank of each engine.
 
-        The first bucket of a sync begins an update of SGLang's, and `end_update` ends it.
+        For SGLang a sync is one weight update, which its first bucket begins and `end_update` ends.
         """
         self._begin_update()
         loaders = [name for name in self._engines[0].server_args.custom_weight_loader if name != SUMMING]
@@ -111,7 +111,10 @@ class Replicas:
             replicas.append(read_sums())
         self.end_update()
         if any(other != replicas[0] for other in replicas):
-            raise RuntimeError("the engine's replicas hold different weights, although each got the same buckets")
+            raise RuntimeError(
+                "the engine's replicas hold different weights, although each got the same buckets, so one of them has "
+                "loaded a bucket wrongly"
+            )
         return replicas[0]
 
     def flush_cache(self) -> None:
@@ -119,9 +122,9 @@ class Replicas:
         self.run(_all(map(_flush_cache, self._engines)))
 
     def release(self, tags: list[str]) -> None:
-        """Free the memory of `tags`; the engines must be idle (`flush_cache`)."""
-        # SGLang may run one more step after its last response, and asserts that it is idle here
-        # (managers/scheduler_components/weight_updater.py): the failed assertion ends the scheduler.
+        """Free the engines' memory of SGLang's kinds `tags`. The engines must be idle: call `flush_cache` before."""
+        # SGLang may run one more step after its last response. If it does so now, an assertion that it is idle fails
+        # and ends the scheduler (managers/scheduler_components/weight_updater.py).
         self.run(_all(sglang_compat.release_memory(engine, tags) for engine in self._engines))
 
     def resume(self, tags: list[str]) -> None:

@@ -2,10 +2,10 @@
 
     python -m mugrpo_megatron.engine.host SOCKET_FD PARENT_PID cpu|cuda SCRATCH
 
-It imports SGLang before it receives its arguments, then executes one command after the other (the table in wire.py).
-While it generates, SGLang's event loop runs and the socket is read by a thread, so prompts arrive and groups leave
-without a pause. It leads a process group of its own. A guard kills the whole group when this process ends, for any
-reason, and this process ends with its parent: nothing outlives a killed learner.
+It imports SGLang before it receives the engine's arguments, and then executes one command after the other (the table in
+wire.py). While it generates, SGLang's event loop runs in the main thread and other threads read and write the socket,
+so neither waits for the other. The process leads a process group of its own. A guard kills the whole group when this
+process ends, for any reason, and this process ends with its parent: nothing outlives a killed learner.
 """
 
 from __future__ import annotations
@@ -72,16 +72,21 @@ def redirect_output(log: Path) -> None:
 
 
 def watch_follower_node(connection: Channel) -> None:
-    """On a follower node, wait until a local SGLang process or the client ends; RuntimeError if an SGLang process
-    ended."""
-    # On a follower node SGLang's constructor returns before it starts its watchdog (entrypoints/engine.py).
+    """On a follower node, wait until the client or one of SGLang's processes on this node ends.
+
+    Raises RuntimeError if it is one of SGLang's.
+    """
+    # Nothing else would notice the end of a process here: on a follower node SGLang's constructor returns before it
+    # starts its watchdog (entrypoints/engine.py).
     schedulers = multiprocessing.active_children()
     connection.reply("ready")
     ended = wait([connection.fileno(), *(scheduler.sentinel for scheduler in schedulers)])
     for scheduler in schedulers:
         if scheduler.sentinel in ended:
             scheduler.join()
-            raise RuntimeError(f"SGLang's process {scheduler.pid} ended with exit code {scheduler.exitcode}")
+            raise RuntimeError(
+                f"SGLang's process {scheduler.pid} ended with exit code {scheduler.exitcode}; the log above says why"
+            )
 
 
 def die_with_parent(parent: int) -> None:
@@ -92,10 +97,11 @@ def die_with_parent(parent: int) -> None:
 
 
 def start_guard(scratch: str) -> IO[bytes]:
-    """Start a shell that removes `scratch` and kills this process group once every copy of the returned file is closed.
+    """Start a shell that cleans up once every copy of the returned file is closed, which this process's end does.
 
-    SGLang's children also die with their parent (`kill_itself_when_parent_died`, utils/common.py), but only once they
-    run, seconds into their start. The guard is in the group, so it cannot kill a reused process id.
+    It removes the shared memory that a file in `scratch` lists, and `scratch`, and kills this process group. SGLang's
+    children also end with their parent (`kill_itself_when_parent_died`, utils/common.py), but only from seconds after
+    their start on. The guard is in the group itself, so it cannot kill another group that got the same number.
     """
     clean_up = (
         'read -r _ <&3; [ -f "$1/$2" ] && while read -r name; do rm -f -- "$name"; done <"$1/$2"; '
@@ -113,7 +119,8 @@ def start_guard(scratch: str) -> IO[bytes]:
 
 
 class GenerateCommand:
-    """Executes a generate command: every request is a task, and groups that finish together are sent together."""
+    """Executes a `generate` command. Each request is a task, and groups that finish at about the same time are sent
+    together."""
 
     def __init__(self, engines: Replicas, connection: Channel, sampling: Sampling, version: int) -> None:
         self._engines = engines
@@ -134,7 +141,7 @@ class GenerateCommand:
         self._unsent: dict[int, tuple[Request, int]] = {}
         """Key of a request whose group has not been sent -> (the request, how often it was answered)."""
         self._tasks: asyncio.TaskGroup | None = None
-        """Tasks of the requests; None while there can be no new request."""
+        """Tasks of the requests; None until `run` begins."""
         self._in_flight = 0
         self._tokens = 0
         """Number of tokens of finished requests."""
@@ -145,7 +152,7 @@ class GenerateCommand:
         self._outbox: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
 
     async def run(self) -> None:
-        """Answer requests until the client closes the generation, then abort those in flight."""
+        """Answer requests until the client sends `close`, then abort those in flight and wait for their end."""
         reader = threading.Thread(target=self._read, args=[asyncio.get_running_loop()], daemon=True)
         writer = threading.Thread(target=self._write, daemon=True)
         reader.start()
@@ -182,8 +189,7 @@ class GenerateCommand:
                 self._engines.abort(_names(request))
 
     async def _answer(self, request: Request) -> None:
-        # A request that was aborted before SGLang received it is not sent: `abort_request` reaches only what SGLang
-        # has.
+        # SGLang could not abort a request that it gets only after `abort_request`, so an aborted one is not sent.
         if self._closing or request.key not in self._unsent:
             self._in_flight -= 1
             return
@@ -213,9 +219,9 @@ class GenerateCommand:
         )
 
     async def _prompt_logprobs(self, request: Request) -> list[dict[str, Any]]:
-        """Compute the log-probabilities of the response at the end of `request.ids`.
+        """Compute the log-probabilities of the last `request.logprob_tokens` of `request.ids`.
 
-        The result looks like SGLang's output for a sampled response.
+        Returns one output, like SGLang's for a response that consists of these tokens.
         """
         ids, support_ids, logprobs = request.ids, request.support_ids, []
         first = len(ids) - request.logprob_tokens
@@ -245,7 +251,7 @@ class GenerateCommand:
         return [{**parameters, "sampling_seed": seed} for seed in seeds]
 
     async def _report_progress(self) -> None:
-        """Send the engines' load every `PROGRESS_SECONDS`, if the number of sampled tokens has changed since."""
+        """Send the engines' load every `PROGRESS_SECONDS` in which tokens were sampled."""
         before = 0
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
@@ -262,10 +268,10 @@ class GenerateCommand:
             self._flush()
 
     def _flush(self) -> None:
-        """Send the finished groups, but sample those again that have a missing or non-finite log-probability."""
+        """Send the finished groups. A group with a missing or non-finite log-probability is sampled again instead."""
         finished, self._finished = self._finished, []
         packed = pack(finished, self._version, self._sampling) if finished else None
-        # A stage that contains such a log-probability could never be trained on.
+        # A stage with a log-probability that is missing or not finite could not be trained on.
         if packed and (unsound := set() if self._closing else set(packed.unsound())):
             for key in unsound:
                 self._ask_again(key)
@@ -284,8 +290,8 @@ class GenerateCommand:
         if answers + 1 == MOST_ANSWERS:
             raise ValueError(
                 f"{MOST_ANSWERS} times in a row a prompt of {len(request.ids)} tokens got log-probabilities that are "
-                "missing or not finite, so the engine's weights or its sampler are wrong; engine.check_weights "
-                "compares the weights with the learner's"
+                "missing or not finite, so the engine's weights or its sampler are wrong; "
+                'engine.check_weights = "every" compares the weights with the learner\'s after each sync'
             )
         self._ask(request, answers + 1)
 
@@ -303,7 +309,7 @@ class GenerateCommand:
 def _names(request: Request) -> list[str]:
     """SGLang's request id (`rid`) of each response, KEY:NUMBER.
 
-    SGLang aborts every id that begins with a given text, so the colon keeps key 1 from aborting key 10.
+    SGLang aborts every request whose id begins with a given id. Without the colon, aborting key 1 would abort key 10.
     """
     return [f"{request.key}:{number}" for number in range(request.n)]
 
@@ -357,7 +363,7 @@ def main() -> None:
     guard = start_guard(sys.argv[4])
     die_with_parent(parent)
     connection = Channel(socket.socket(fileno=descriptor))
-    # Forked children must not keep these open: client and guard learn that this process has ended by their closing.
+    # Forked children must close these two: client and guard learn that this process has ended when no copy is open.
     os.register_at_fork(after_in_child=connection.close)
     os.register_at_fork(after_in_child=guard.close)
     try:

@@ -38,7 +38,7 @@ FP8 = {
     # would be in another order than they expect.
     "fp8_gemm_runner_backend": "triton",
     "moe_runner_backend": "triton",
-    "load_format": "dummy",  # the files have weights of another dtype, and the first sync brings the quantized ones
+    "load_format": "dummy",  # no file has quantised weights; the first sync sends them
 }
 """Arguments of an fp8 engine, whose weights the sync quantises."""
 STATES_PER_REQUEST = 4
@@ -104,7 +104,7 @@ BY_PROJECT = {
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The settings of a recipe that an engine is served with; `run.engine_spec` builds it."""
+    """The settings of a recipe that decide how an engine is started; `run.engine_spec` makes it from a recipe."""
 
     section: EngineSection
     dtype: str
@@ -118,11 +118,14 @@ class EngineSpec:
     returns_routes: bool
     """Whether SGLang returns the experts of each token."""
     episodes: Callable[[Any], Any] | None = None
-    """Makes the object that plays episodes on an engine (`rollout.function`); None if each response is sampled once."""
+    """Makes the object that plays the recipe's episodes on an engine; None if responses have one turn."""
 
 
 def check_extra(extra: Mapping[str, Any]) -> None:
-    """Raise UserError for a key of `[engine.extra]` that the recipe or this project decides; SGLang judges others."""
+    """Raise UserError for a key of `[engine.extra]` that another key or this project decides.
+
+    Whether SGLang knows the other keys is not checked here.
+    """
     for name in extra:
         key = f"engine.extra.{name}"
         if name in BY_RECIPE:
@@ -132,10 +135,10 @@ def check_extra(extra: Mapping[str, Any]) -> None:
 
 
 def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
-    """The arguments of `sglang.Engine` for the engine of this slot, which has a random seed of its own.
+    """The arguments of `sglang.Engine` for the engine of `slot`, with a random seed of its own.
 
-    Raises UserError when `model_dir` is not a checkpoint, or when prompt and response exceed the model's positions.
-    `checks.engines` has checked other limits of an engine before.
+    Raises UserError if `model_dir` is not a checkpoint, or if the longest prompt and response together exceed the
+    model's positions. Other limits of an engine are checked before, in `checks.engines`.
     """
     config = read_model_config(model_dir)
     tokens = spec.max_prompt_tokens + spec.max_response_tokens
@@ -143,8 +146,8 @@ def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: Engine
     if tokens > positions:
         raise UserError(
             f"data.max_prompt_tokens {spec.max_prompt_tokens} and responses of {spec.max_response_tokens} tokens "
-            f"(rollout.max_response_tokens, eval.max_tokens) exceed the {positions} positions of {model_dir}: "
-            "lower one of them"
+            f"(rollout.max_response_tokens, eval.max_tokens) exceed the {positions} positions of {model_dir}; lower "
+            "one of these keys"
         )
     engine = spec.section
     arguments: dict[str, Any] = {
@@ -180,14 +183,13 @@ def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: Engine
 
 
 def replicas(engine: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlot) -> int:
-    """The number of replicas, SGLang engines with the same weights, that the engine of this slot consists of."""
+    """The number of replicas of the engine of `slot`: SGLang engines with the same weights that share its requests."""
     weight_bytes = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     return replicas_of(engine, weight_bytes, slot.local_engines, None if cuda else usable_cores())
 
 
 def starts_before(log: Path) -> int:
-    """A random number of earlier starts, which changes the engine's seed, if the engine's `log` exists already; else
-    0."""
+    """The number of earlier starts that an engine's seed is computed from: 0 if its `log` is new, else a random one."""
     # The number is random, because nothing counts the starts of earlier processes, and a resumed stage must not repeat
     # the random stream of the responses that it already holds.
     return 1 + secrets.randbelow(EARLIER_STARTS) if log.exists() else 0
@@ -221,7 +223,7 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
     batch_tokens = common["max_running_requests"] * common["context_length"]
     # SGLang fills the cache with zeros at its start, so that even slots that no request ever uses take memory.
     affordable = most_kv_bytes(psutil.virtual_memory().total) // kv_bytes_per_token(config, spec.dtype)
-    # Without these limits SGLang gives the states of gated delta networks a share of the memory that is free now.
+    # Without these limits SGLang gives the states of gated delta networks a share of all memory that is free now.
     states = {"max_mamba_cache_size": STATES_PER_REQUEST * common["max_running_requests"], "mem_fraction_static": 0.5}
     return {
         "device": "cpu",
@@ -229,12 +231,13 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
         "sampling_backend": "pytorch",
         "custom_weight_loader": ["mugrpo_megatron.cpu.sglang.load_mapped", SUMMING],
         "disable_cuda_graph": True,
-        # For small models the scheduler's work takes most of a step, and overlapping it needs a core of its own.
+        # For small models the scheduler's work takes most of a step. Overlapping it with the next step needs a core of
+        # its own.
         "disable_overlap_schedule": True,
         # Requests with prompts this short gain nothing from the prefix cache, and still pay for it.
         "disable_radix_cache": spec.max_prompt_tokens <= SHARED_PREFIX_TOKENS,
-        # If other processes, such as the loading learner, take more than this share of memory meanwhile, SGLang refuses
-        # to start.
+        # SGLang refuses to start if more than this share of the memory that was free at its start is taken when it has
+        # loaded the weights, by itself or by another process, such as the loading learner.
         "mem_fraction_static": 0.9,
         "max_total_tokens": min(batch_tokens, max(affordable, common["context_length"])),
         **(states if has_delta(config) else {}),
@@ -242,9 +245,9 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
 
 
 def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
-    """The bytes that one token takes in the KV cache, over all layers with attention, by a model's config.
+    """The bytes that one token takes in the KV cache of a model, over all layers with attention.
 
-    Raises UserError if a field is missing.
+    Raises UserError if `config` lacks a field that they depend on.
     """
     for name in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
         if not config.get(name):
@@ -261,7 +264,7 @@ def kv_bytes_per_token(config: Mapping[str, Any], dtype: str) -> int:
 
 
 def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, str]:
-    """The environment variables of the host process: those of this process, changed for SGLang."""
+    """The environment variables of the host process: those of this process, with the changes that SGLang needs."""
     # SGLang would take torchrun's ranks for its own. Expandable segments break its memory saver and CUDA IPC handles.
     # With DUMPER_SERVER_PORT its debugger listens on every interface and evaluates what it gets (CVE-2026-111391).
     dropped = (*TORCHRUN_PREFIXES, *ALLOCATOR_VARIABLES, "DUMPER_")
@@ -307,7 +310,7 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
 
 
 def cuda_runtime_folders() -> list[str]:
-    """The folders of the CUDA runtime library from pip; the memory saver's library does not find them by itself."""
+    """The folders of pip's packages that hold the CUDA runtime library, which SGLang's memory saver does not find."""
     package = find_spec("nvidia")
     roots = package.submodule_search_locations or [] if package else []
     return sorted({str(file.parent) for root in roots for file in Path(root).glob("*/lib/libcudart.so.*")})
@@ -328,7 +331,10 @@ def _joined(*folders: str) -> str:
 
 
 def _other_models(config: Mapping[str, Any]) -> list[str]:
-    """SGLang's modules of other models than the checkpoint's; empty when no module defines the checkpoint's."""
+    """The names of SGLang's model modules that do not define the checkpoint's model; empty if none defines it.
+
+    Raises UserError if SGLang is not installed.
+    """
     package = find_spec("sglang")
     if package is None or package.origin is None:
         raise UserError("SGLang is not installed, so nothing can be generated: run `mugrpo doctor --fix`")
@@ -404,7 +410,7 @@ def _stream(run: RunSection, name: str) -> str | None:
 
 
 def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokenizer's end-of-sequence token; SGLang adds config.json's and generation_config.json's."""
+    """The tokenizer's end-of-sequence token, or none; SGLang adds those of config.json and generation_config.json."""
     return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
 
 
@@ -412,8 +418,8 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def prelaunch_host(section: EngineSection, model_dir: Path) -> Iterator[HostProcess | None]:
     """Start a host process that imports SGLang while this process imports Megatron; each import takes seconds.
 
-    Yields None if this rank starts no engine, or starts it only after the learner has loaded. The process is gone when
-    the block ends, whether an engine used it or not.
+    Yields None on CUDA, where the learner loads first, and where `importing_host` does. The process is gone when the
+    block ends, whether an engine used it or not.
     """
     # On CUDA the learner loads first, and importing SGLang may already take device memory.
     if may_find_cuda():

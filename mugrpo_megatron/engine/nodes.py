@@ -28,12 +28,12 @@ from mugrpo_megatron.observe.environment import rank_of_environment
 POLL_S = 1.0
 """Seconds after which a waiting process asks again whether another node has failed."""
 PORTS = 8
-"""Number of consecutive free ports for a start: with data parallel attention SGLang uses some after the first."""
+"""Number of consecutive free ports that a start needs. With data parallel attention SGLang uses several."""
 
 
 @dataclass
 class PeerFailure:
-    """Shares the first failure among an engine's processes on all nodes, for one start of the engine. Thread-safe."""
+    """Shares the first failure of any of an engine's processes with all its nodes, for one start. Thread-safe."""
 
     address: str = ""
     """HOST:PORT on the leader's node, at which SGLang's ranks meet."""
@@ -69,7 +69,7 @@ class PeerFailure:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """What a rank that runs an engine's process on its node reports before a start."""
+    """What each rank that runs a process of an engine reports before the engine starts, to agree on an address."""
 
     engine: int
     node: int
@@ -98,7 +98,8 @@ def node_status(engine: int, node: int, running: bool) -> NodeStatus:
 def leader_address(statuses: list[NodeStatus]) -> str:
     """HOST:PORT at which the other nodes of an engine reach its leader; `statuses` has one entry for each node."""
     leader, *others = sorted(statuses, key=lambda status: status.node)
-    # On its own node, the name of rank 0 may resolve to loopback, so the address that another node sees is taken.
+    # Engine 0 is led by rank 0, whose name may resolve to loopback on its own node, so the address that another node
+    # sees is taken.
     host = others[0].rank0_address if leader.engine == 0 and others else leader.address
     return f"[{host}]:{leader.port}" if ":" in host else f"{host}:{leader.port}"
 
@@ -130,7 +131,7 @@ class FollowerNode:
     """
 
     def __init__(self, spec: EngineSpec, model_dir: Path, log: Path, slot: EngineSlot) -> None:
-        """Prepare the process, with its output in `log`; UserError when the recipe cannot be served."""
+        """Prepare the process, with its output in `log`; UserError if no engine can have the settings of `spec`."""
         self._section, self._cuda, self.slot, self.log = spec.section, finds_cuda(), slot, log
         self._arguments = engine_arguments(spec, model_dir, self._cuda, slot)
         self._environment = engine_environment(spec.section, model_dir, self._cuda, slot)
@@ -144,7 +145,7 @@ class FollowerNode:
         return self._thread is not None and self._thread.is_alive()
 
     def rendezvous(self, peers: PeerFailure) -> None:
-        """Restart the process, whose SGLang ranks meet the leader's at `peers.address`; returns at once."""
+        """Start the process again and return at once; its SGLang ranks meet those of the leader at `peers.address`."""
         self.stop()
         self._peers, self._stopping = peers, threading.Event()
         # The process is started here and not in the watching thread: the kernel kills a process when the thread that
@@ -156,8 +157,10 @@ class FollowerNode:
         self._thread.start()
 
     def sleep(self) -> None:
-        """Do this node's part of the engine's `sleep`: end the process if `engine.between_stages` is `restart`, or if
-        the process of another node has failed."""
+        """Do this node's part of the engine's `sleep`.
+
+        The process is ended if `engine.between_stages` is `restart`, or if the process of another node has failed.
+        """
         if self._section.between_stages == "restart" or self._peers.cause(now=True):
             self.stop()
 

@@ -1,8 +1,9 @@
-"""Placement of engines on ranks and devices: a pure function, the same on every rank.
+"""Decides on which ranks' devices each engine runs: a pure function with the same result on every rank.
 
-The ranks of a node are divided into blocks of `engine.tensor` consecutive ones. An engine runs on the devices of one
+The ranks of a node are divided into blocks of `engine.tensor` consecutive ranks. An engine runs on the devices of one
 block and the block's first rank leads it, whatever the learner's layout. On CPU a node has at most one engine for every
-`engine.tensor` cores, but one at least; further blocks have none. With `engine.nodes` above 1 an engine takes all
+`engine.tensor` cores, but one at least; the node's last blocks may then have none. With `engine.nodes` above 1 an
+engine takes all
 devices of that many consecutive nodes: the first rank of the first node leads it, and the first rank of each other node
 runs the engine's ranks of that node.
 """
@@ -46,7 +47,7 @@ ALONE = EngineSlot(leads_engine=True, number=0, engines=1, local=0, local_engine
 def engine_slot(
     engine: EngineSection, rank: int, world: int, local_rank: int, local_world: int, cores: int | None
 ) -> EngineSlot:
-    """Return the slot of a rank; `cores` is the number of the node's CPU cores if engines run on CPU, None on CUDA.
+    """The slot of a rank; `cores` is the number of the node's CPU cores if engines run on CPU, and None on CUDA.
 
     Raises UserError when the node's ranks cannot be divided into engines.
     """
@@ -80,12 +81,12 @@ def _slot_across_nodes(engine: EngineSection, rank: int, world: int, local_world
     if engine.tensor != engine.nodes * local_world:
         raise UserError(
             f"engine.nodes = {engine.nodes} nodes of {local_world} ranks make engines of {engine.nodes * local_world} "
-            f"devices, but engine.tensor is {engine.tensor}; set it to {engine.nodes * local_world}"
+            f"devices, but engine.tensor is {engine.tensor}; set engine.tensor to {engine.nodes * local_world}"
         )
     if nodes % engine.nodes:
         raise UserError(
-            f"engine.nodes = {engine.nodes} does not divide the {nodes} nodes of this run; start it on a multiple of "
-            "engine.nodes"
+            f"engine.nodes = {engine.nodes} does not divide the {nodes} nodes of this run; start the run on a multiple "
+            f"of {engine.nodes} nodes"
         )
     node, local_rank = divmod(rank, local_world)
     number, engine_node = divmod(node, engine.nodes)

@@ -1,4 +1,4 @@
-"""The life of an engine's host process, seen from the learner rank that started it."""
+"""An engine's host process, as the learner rank that starts it sees it: start, messages, failures and end."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Message = tuple[str, Any]
 
 
 class Channel:
-    """One end of a socket pair. Any thread may send, one at a time; one thread receives."""
+    """One end of a socket pair. Any thread may send, and waits for others that do; only one thread may receive."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -100,7 +100,7 @@ class Channel:
         return content
 
     def _wait(self, event: int, silence_s: float | None, while_waiting: Callable[[], None]) -> None:
-        """Wait until the socket is ready, or its other end is closed."""
+        """Wait until the socket is ready for `event` or its other end is closed; TimeoutError after `silence_s`."""
         poll = select.poll()
         poll.register(self._socket, event)
         if silence_s is None:
@@ -115,7 +115,7 @@ class Channel:
 
 LOG_TAIL_LINES = 15
 STARTING = "start"
-"""Name of the operation that ends when the model is loaded; during it SGLang creates its files in /dev/shm."""
+"""Name of the operation that ends when the engine has loaded its model. In it SGLang makes its files in /dev/shm."""
 PROBE_BYTES = 1 << 16
 """Free space that the scratch folder needs: sockets and a few short texts."""
 LONGEST_SOCKET = len("/pymp-xxxxxxxx/listener-xxxxxxxx")
@@ -136,9 +136,9 @@ class ArgumentsRefused(EngineFailure):
 class HostProcess:
     """An engine's host process and the socket to it.
 
-    Every failure kills its whole process group before EngineFailure is raised, so nothing is left behind. Create the
-    object in a thread that outlives the process: the kernel kills the process when that *thread* ends
-    (PR_SET_PDEATHSIG in prctl(2)).
+    After every failure the process's whole group is killed before EngineFailure is raised. Create the object in a
+    thread
+    that outlives the process: the kernel kills the process when that *thread* ends (PR_SET_PDEATHSIG in prctl(2)).
     """
 
     def __init__(self, environment: dict[str, str], cuda: bool, single_node: bool = True) -> None:
@@ -223,10 +223,9 @@ class HostProcess:
         return kind, value
 
     def wait(self, others: Sequence[Any], timeout_s: float, operation: str) -> bool:
-        """Wait until a message has arrived or one of `others` is readable, at most `timeout_s` or `SLICE_S`, if that is
-        less.
+        """Wait until a message has arrived or one of `others` is readable; returns whether a message has arrived.
 
-        Returns whether a message has arrived.
+        The wait ends after `timeout_s`, and after `SLICE_S` at the latest.
         """
         descriptor = self._channel.fileno()
         ready = wait([descriptor, *others], min(timeout_s, SLICE_S))
@@ -243,16 +242,20 @@ class HostProcess:
             raise self._failed(f"a process of the engine ended during {operation}, {cause}")
 
     def _note_shared_memory(self) -> None:
-        """Write down SGLang's files in /dev/shm; `end` or the guard removes them, since a killed SGLang does not."""
+        """List SGLang's files in /dev/shm in the scratch folder, for `end` or the guard to remove.
+
+        SGLang does not remove them if it is killed.
+        """
         names = "".join(f"{name}\n" for name in sorted(_shared_memory(self._process.pid)))
         if names:
             with suppress(OSError):  # the disk is full; if the engine is killed now, its files stay in /dev/shm
                 (self._scratch / SHARED_MEMORY).write_text(names, encoding="utf-8")
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Kill the process group if it has not exited by itself within `patience_s`, and remove its files.
+        """Kill the process group unless the process exits by itself within `patience_s`, and remove its files.
 
-        Returns once the group is gone, since its memory is free only then, or after `DEATH_SECONDS`.
+        Returns when all processes of the group are gone, because their memory is free only then; at the latest after
+        `DEATH_SECONDS`.
         """
         if self._ended:  # the process has been reaped, so the id of its process group may belong to others by now
             return
@@ -271,7 +274,7 @@ class HostProcess:
         self._folder.remove()
 
     def _log_early_output(self) -> None:
-        """Append to the log what the process printed before it redirected its output, if it ended before that."""
+        """Append to the log the output of a process that ended before it redirected its output to the log."""
         self._output.seek(0)
         if self._log.exists() and (output := self._output.read()):
             with open_nofollow(self._log, "ab") as file:
@@ -305,8 +308,8 @@ def _scratch_folder() -> Scratch:
     for parent in (None, *SHORT_DIRECTORIES):
         folder = _writable_folder(parent, errors)
         if folder is None and parent is None:
-            # No other is tried: the user may have chosen this one with TMPDIR, and should hear why it cannot be
-            # written.
+            # No other directory is tried: the user may have chosen this one with TMPDIR, and should learn why it cannot
+            # be written to.
             break
         if folder is not None and len(os.fsencode(folder.path)) + LONGEST_SOCKET <= SOCKET_PATH:
             return folder
@@ -363,7 +366,7 @@ def _local_paths(scratch: Path, single_node: bool) -> dict[str, str]:
 
 def _group_states(group: int) -> Iterator[str]:
     """Yield `name (pid) state` of every living process of a process group."""
-    # The group is asked for first: psutil reads several files of /proc for a name, and a machine has many processes.
+    # The group is compared first: a machine has many processes, and psutil reads several files for each one's name.
     for number in psutil.pids():
         with suppress(ProcessLookupError, psutil.NoSuchProcess):
             if os.getpgid(number) == group and (status := psutil.Process(number).status()) != psutil.STATUS_ZOMBIE:

@@ -1,8 +1,8 @@
 """One queue of prompts for all engines: an engine that has room claims groups by adding to a shared counter.
 
-There is no dispatcher. Every leader holds the same list of a stage's missing groups; by adding n to the counter
-`claimed` it claims the n groups that the counter passes. An engine with long responses claims fewer groups, so it
-delays no other.
+Every engine's leader has the same list of the stage's groups that are still to be sampled. Adding n to the counter
+`claimed` claims the next n groups of the list. An engine with long responses claims fewer groups, so it delays no
+other.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CLAIM = 64
 
 
 class PromptQueue:
-    """The queue of the groups that a round of generation has to sample, as one engine uses it."""
+    """One engine's view of the queue of groups that a round of generation has to sample."""
 
     def __init__(self, groups: Sequence[int], engines: int = 1, add: Add | None = None) -> None:
         """Make the queue of `groups`, the same on every engine.
@@ -38,9 +38,9 @@ class PromptQueue:
         return len(self._groups)
 
     def take(self, in_flight: int, slots: int) -> list[int]:
-        """Claim the next groups for an engine that has `in_flight` unfinished ones and decodes `slots` together.
+        """Claim the next groups for an engine that has `in_flight` unfinished groups and decodes `slots` together.
 
-        Returns an empty list if the engine should claim nothing now. If it then has none in flight, the round is over.
+        Returns an empty list if the engine should claim nothing now. If no group is in flight then, its round is over.
         """
         if self._exhausted:
             return []
@@ -61,7 +61,10 @@ class PromptQueue:
         return list(self._groups[end - room : end])
 
     def leave(self) -> None:
-        """Report that this engine failed. Once half of the engines have, all stop claiming, and restart together."""
+        """Report that this engine has failed. Once half of the engines have failed, none claims any more groups.
+
+        All engines are then started again together.
+        """
         self._add("out", 1)
 
     def close(self) -> None:
@@ -110,7 +113,10 @@ class LoadReading:
 
 
 def read_load(tokens: int, snapshots: Sequence[Any]) -> LoadReading:
-    """Sum the engine's load over the snapshots of its schedulers; each data parallel scheduler gives one."""
+    """The load of an engine or its replicas, from SGLang's snapshots of all schedulers.
+
+    Requests are summed over the schedulers, and `kv_use` is the largest of any scheduler.
+    """
     return LoadReading(
         at=time.monotonic(),
         tokens=tokens,
@@ -122,8 +128,10 @@ def read_load(tokens: int, snapshots: Sequence[Any]) -> LoadReading:
 
 @dataclass(slots=True)
 class LoadRecord:
-    """Readings of the load over one generation. When they become too many, every second one is dropped, and from then
-    on only every second one is kept, so their intervals stay equal."""
+    """Readings of the load over one generation, at most `MOST_LOADS`, at equal intervals.
+
+    When there are too many, every second one is dropped, and from then on only every second new one is kept.
+    """
 
     loads: list[LoadReading] = field(default_factory=list)
     _every: int = 1

@@ -17,7 +17,7 @@ MOST_MASKED = 4096
 
 
 def is_new() -> bool:
-    """Whether SGLang is newer than 0.5.15: it then opens and closes weight updates, and returns sampling masks."""
+    """Whether SGLang is newer than 0.5.15: it then has calls around a weight update, and returns sampling masks."""
     version = installed_version("sglang") or ""  # a machine that only reads finished runs may have no SGLang
     return tuple(map(int, re.findall(r"\d+", version)[:3])) > (0, 5, 15)
 
@@ -35,14 +35,14 @@ def most_support_ids() -> int:
 def allow_import_on_cpu() -> None:
     """Make SGLang's engine importable without its package of kernels, which has no wheel for CPU.
 
-    SGLang of the pinned stack imports without it, so nothing happens there.
+    Does nothing for SGLang 0.5.15, which does not import that package on CPU.
     """
     if is_new():
         cpu.name_kernels()
 
 
 def engine_type(device: str) -> Callable[..., Any]:
-    """Return SGLang's engine class for a device, `cpu` or `cuda`. Imports SGLang: seconds."""
+    """Import SGLang, which takes seconds, and return what makes an engine on a device, `cpu` or `cuda`."""
     if device == "cpu":
         allow_import_on_cpu()
         return cpu.engine_type()
@@ -52,9 +52,9 @@ def engine_type(device: str) -> Callable[..., Any]:
 
 
 async def generate(engine: Any, masked: bool, **request: Any) -> list[dict[str, Any]]:
-    """Return SGLang's outputs of a request; with `masked`, sampling masks too, for 1 < top-k <= MOST_MASKED.
+    """Return SGLang's outputs of a request, with its sampling masks if `masked`.
 
-    Raises what SGLang raises for a request that it rejects.
+    Masks need a top-k from 2 to `MOST_MASKED`. Raises what SGLang raises for a request that it rejects.
     """
     if not masked:
         return await engine.async_generate(**request)  # type: ignore[no-any-return]
@@ -75,8 +75,10 @@ async def begin_update(engine: Any) -> None:
 
 
 async def end_update(engine: Any) -> None:
-    """End a weight update in versions of SGLang that have this step, which finishes quantised layers; RuntimeError if
-    SGLang refuses."""
+    """End a weight update in versions of SGLang that have this step; RuntimeError if SGLang refuses.
+
+    SGLang then computes what it derives from the weights of quantised layers.
+    """
     if is_new():
         from sglang.srt.managers.io_struct import EndWeightUpdateReqInput
 
@@ -122,7 +124,10 @@ def _check(reply: tuple[bool, str], request: str) -> None:
 
 
 def tool_parser(tools: Sequence[Any], name: str) -> Any:
-    """Return SGLang's parser `name` of tool calls; `tools` are as in OpenAI's chat API. Imports SGLang: seconds."""
+    """Return SGLang's parser `name` of calls of `tools`, which are as in OpenAI's chat API.
+
+    Imports SGLang, which takes seconds.
+    """
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
@@ -131,8 +136,10 @@ def tool_parser(tools: Sequence[Any], name: str) -> Any:
 
 
 def _read_by_parsers(tool: Any) -> Any:
-    """The tool with its name and parameters only, or unchanged if it is no function. Parsers read no more, and `Tool`
-    would refuse a description that is no text, after the answer was sampled."""
+    """The parts of a tool that parsers read: name and parameters of a function; another tool is unchanged.
+
+    `Tool` would refuse a description that is no text, and only after the answer has been sampled.
+    """
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict):
         return tool
@@ -140,7 +147,7 @@ def _read_by_parsers(tool: Any) -> Any:
 
 
 def gather_on_first_rank(value: Any) -> list[Any] | None:
-    """Gather a value from each of the engine's tensor parallel ranks. The first gets the list, others get None."""
+    """Gather `value` from the engine's tensor parallel ranks: the list on the first rank, None on the others."""
     from sglang.srt.distributed import get_tp_group
 
     group = get_tp_group()

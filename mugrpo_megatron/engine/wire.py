@@ -54,7 +54,7 @@ class SampledGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RouterShape:
-    """The sizes of a model's routers: how many layers have one, and what it chooses from."""
+    """The number of layers of a model, of experts in a layer, and of experts that a router chooses for a token."""
 
     layers: int
     top_k: int
@@ -136,7 +136,7 @@ class PackedGroups:
     """int32 [tokens, largest support]: tokens that could be sampled, PADDING where fewer."""
 
     def unpack(self) -> Iterator[tuple[int, list[Response]]]:
-        """Yield each group's key and responses, whose arrays are views of these arrays."""
+        """Yield (key, responses) of each group; the responses' arrays are views of those of this message."""
         ends = np.cumsum(self.lengths).tolist()
         routes: list[np.ndarray | None] = [None] * len(ends)
         if self.routes is not None and self.route_lengths is not None:
@@ -166,7 +166,7 @@ class PackedGroups:
 
 
 def sampling_seeds(stream: str, version: int, request: Request) -> list[int]:
-    """A random seed of 63 bits for each response to a request, under weights of this version."""
+    """A seed of 63 bits for each of the `request.n` responses, which depends on stream, version, prompt and number."""
     names = (f"{stream}/{version}/{request.seed_key}/{number}".encode() for number in range(request.n))
     # SGLang keeps `sampling_seed` as a signed int64 (sampling_batch_info.py).
     return [int.from_bytes(blake2b(name, digest_size=8).digest()) >> 1 for name in names]
@@ -183,7 +183,7 @@ def pack(groups: list[tuple[int, list[dict[str, Any]]]], weight_version: int, sa
         if len(output["output_ids"]) != len(output["meta_info"]["output_token_logprobs"]):
             raise ValueError(
                 f"SGLang returned {len(output['meta_info']['output_token_logprobs'])} logprobs for "
-                f"{len(output['output_ids'])} tokens of a response"
+                f"{len(output['output_ids'])} tokens of a response; they must be equally many"
             )
     routes = [decode_routes(output, sampling.routers) for output in outputs] if sampling.routers else None
     ids = np.array([token for output in outputs for token in output["output_ids"]], dtype=np.int32)
@@ -215,8 +215,8 @@ def decode_routes(output: dict[str, Any], routers: RouterShape) -> np.ndarray:
     """Decode the experts of a response's P prompt and R response tokens: uint8 or uint16 [P + R - 1, layers, k].
 
     SGLang returns base64 of int32 (state_capturer/routed_experts.py), without the last token, which the engine has not
-    run. An expert's number is its number in the model's layer, wherever it is placed. Raises ValueError when the reply
-    has too few or too many numbers, or one that no expert has.
+    run. Experts are numbered in the model's layer, whatever rank they are on. Raises ValueError when the reply has too
+    few or too many numbers, or one that no expert has.
     """
     meta = output["meta_info"]
     tokens = meta["prompt_tokens"] + len(output["output_ids"]) - 1
@@ -224,12 +224,13 @@ def decode_routes(output: dict[str, Any], routers: RouterShape) -> np.ndarray:
     experts = np.frombuffer(base64.b64decode(meta.get("routed_experts") or ""), dtype="<i4")
     if experts.size != tokens * routers.layers * routers.top_k:
         raise ValueError(
-            f"SGLang has to return the experts of each token, {shape} numbers (tokens, layers, experts), but we got "
-            f"{experts.size}"
+            f"SGLang has to return the experts of each token, an array {shape} of tokens, layers and experts, but it "
+            f"returned {experts.size} numbers"
         )
     if experts.size and not 0 <= experts.min() <= experts.max() < routers.experts:
         raise ValueError(
-            f"routed experts are numbered {experts.min()} to {experts.max()}, but a layer has {routers.experts}"
+            f"routed experts are numbered {experts.min()} to {experts.max()}, but a layer has {routers.experts} "
+            "experts, numbered from 0"
         )
     return experts.astype(expert_type(routers.experts)).reshape(shape)
 
@@ -241,7 +242,7 @@ def top_p_support(
     sampled_logprobs: np.ndarray,
     top_p: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Find the tokens that could be sampled under top-k and top-p, as SGLang's rule has it (layers/sampler.py).
+    """Find the tokens that SGLang's sampler could draw under top-k and top-p (layers/sampler.py).
 
     Top-p keeps a token when the more likely tokens together have at most `top_p` of the whole vocabulary's probability.
     The sampled token is always kept.
@@ -254,7 +255,7 @@ def top_p_support(
         Support ids int32 [R, k], padded with PADDING; log-probabilities of the sampled tokens among them, float32 [R].
     """
     ids, logs = ids.astype(np.int32), logprobs.astype(np.float64)
-    # Rounding or a tie can put the sampled token outside of the top logprobs: it takes the last place.
+    # Rounding or a tie can put the sampled token outside the top k. It then replaces the k-th.
     outside = ~(ids == sampled[:, None]).any(1)
     ids[outside, -1], logs[outside, -1] = sampled[outside], sampled_logprobs[outside]
     probabilities = np.exp(logs)
@@ -265,13 +266,19 @@ def top_p_support(
 
 
 def _narrow(support_ids: np.ndarray) -> np.ndarray:
-    """Cut a response's support ids to its own longest row; in a message, rows are padded to the longest of all."""
+    """Cut off the columns of a response's support ids that are PADDING in every row.
+
+    In a message all rows have the length of the longest row of any response.
+    """
     columns = np.flatnonzero((support_ids != PADDING).any(0))
     return support_ids[:, : columns[-1] + 1] if len(columns) else support_ids[:, :1]
 
 
 def _support_from_masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """Read support ids, most likely first, and log-probabilities among them from the masks of SGLang's sampler."""
+    """Read support ids int32 [tokens, k], most likely first, from the masks of SGLang's sampler.
+
+    Returns also the log-probability of each sampled token among its support ids, float32 [tokens].
+    """
     masks = [mask for output in outputs for mask in output["meta_info"]["output_token_sampling_mask"]]
     logprobs = [value for output in outputs for value in output["meta_info"]["output_token_sampling_logprobs"]]
     if not len(masks) == len(logprobs) == tokens:
@@ -285,7 +292,7 @@ def _support_from_masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.
 def _support_from_top_logprobs(
     outputs: list[dict[str, Any]], ids: np.ndarray, logprobs: np.ndarray, sampling: Sampling
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read support ids and log-probabilities among them from the top logprobs that SGLang returns with each token."""
+    """Read what `top_p_support` returns from the top logprobs that SGLang returns with each token."""
     tops = [entries for output in outputs for entries in output["meta_info"]["output_top_logprobs"]]
     if len(tops) != len(ids):
         raise ValueError(f"SGLang returned {len(tops)} rows of top logprobs for {len(ids)} tokens")
@@ -311,7 +318,7 @@ class LogprobRange:
     start: int
     end: int
     token_ids: list[int] | None
-    """Further tokens, whose logprobs are returned at every position; None if supports are the whole vocabulary."""
+    """The union of the tokens' supports, whose logprobs are returned at every position; None for the vocabulary."""
 
 
 def logprob_ranges(length: int, logprob_tokens: int, support_ids: np.ndarray | None) -> Iterator[LogprobRange]:

@@ -193,7 +193,7 @@ def begin_save(
 
 
 def _bytes(learner: Learner) -> int:
-    """The approximate bytes of a checkpoint: for each parameter, those of this rank's shard times its shards."""
+    """The approximate bytes of a checkpoint, from the bytes of this rank's shards and the number of shards."""
     stages = learner.ranks.pp_size
     dense = learner.ranks.tp_size * stages
     experts = parallel_state.get_expert_tensor_and_model_parallel_world_size() * stages

@@ -81,7 +81,7 @@ class Learner:
 
     @property
     def lanes(self) -> int:
-        """The number of micro-batches that a rank runs concurrently on CPU; packing needs the same on every rank."""
+        """The number of micro-batches that each rank runs at once on CPU, the same on every rank; 1 on CUDA."""
         ranks, recipe = self.ranks, self.recipe
         # Micro-batches run concurrently only if they are independent computations of one process: ranks could enter
         # collectives inside layers in different orders, and Megatron keeps the state of experts and of recomputation

@@ -155,7 +155,7 @@ def take_step(optimizer: MegatronOptimizer, lr: float, clip: float) -> Step:
     if norm > clip:
         for inner in torch_optimizers(optimizer):
             grads = [p.grad for group in inner.param_groups for p in group["params"] if p.grad is not None]
-            # A rank's shard of a small buffer may be padding only.
+            # A rank's shard of a small buffer may be padding only, and torch refuses an empty list.
             if grads:
                 torch._foreach_mul_(grads, clip / (norm + 1e-6))
     optimizer.step_with_ready_grads()

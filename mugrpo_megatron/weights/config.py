@@ -376,8 +376,8 @@ def routing(fields: Fields, ffn: int, renormalised: bool) -> dict[str, Any]:
         )
     if chosen == 1 and renormalised:
         raise fields.error(
-            "num_experts_per_tok is 1 and the experts' weights are renormalised, so every weight is 1 and the router "
-            "gets no gradient; Megatron does not build such a router, so the model cannot be trained here"
+            "num_experts_per_tok is 1 and weights are renormalised, so every expert's weight is 1 and the router gets "
+            "no gradient; Megatron does not build such a router, so this model cannot be trained here"
         )
     return {
         "num_moe_experts": count,
@@ -504,9 +504,8 @@ def _original_positions(fields: Fields, scaling: Fields, outer: int | None, cont
     original: int = scaling.take("original_max_position_embeddings", context)
     if outer is not None and outer != original:
         raise fields.error(
-            f"original_max_position_embeddings is {outer} beside the rope scaling and {original} in it (if it is "
-            "missing there, max_position_embeddings counts); SGLang reads the number in the rope scaling, so write the "
-            "right number in both places"
+            f"original_max_position_embeddings is {outer} beside the rope scaling and {original} in it, where SGLang "
+            "reads it, or takes max_position_embeddings if it is missing; write the right number in both places"
         )
     return original
 

@@ -131,7 +131,7 @@ def build_weight_sync(
         raise _no_shared_memory(needed)
     staging = [torch.empty(plan.largest, dtype=torch.uint8) for _ in plan.buckets[:2]]
     # Within a node the leader serves all of its engine's processes through shared memory. Across nodes each process is
-    # served by the rank on its own node, which takes a group of the engine's ranks.
+    # served by the rank on its own node, and these ranks exchange their buckets' names in a group.
     cpu_group = _engine_group(engine_tensor, timeout_s) if engine_nodes > 1 else None
     return WeightSync(architecture, plan, shards, engine_tensor, cpu_group, engine_buckets, staging)
 
