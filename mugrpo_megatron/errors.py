@@ -73,4 +73,7 @@ def refused_by_system(error: OSError) -> str | None:
 
 
 class EngineStopped(EngineFailure):
-    """Raised when the run is asked to stop while it waits for an engine: the run has ended the engine, none failed."""
+    """Raised when the run is asked to stop while it waits for an engine. The run has then ended the engine.
+
+    The engine did not fail.
+    """

@@ -28,7 +28,7 @@ def try_user_functions(
 
     `rows` are those of two problems, and `components` the names of the reward functions. An advantage function that
     reads rows is not called if there are none. Raises UserError for a function that cannot be loaded or has a parameter
-    of another name than it may have, FunctionFailure for one that fails or returns a wrong value.
+    with an unknown name, FunctionFailure for one that fails or returns a wrong value.
     """
     said: list[str] = []
     if objective.has_user_advantage and (rows or not _reads_rows(objective)):

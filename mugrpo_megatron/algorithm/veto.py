@@ -134,7 +134,7 @@ def _prefix(log_ratio: Tensor, unit: Tensor, log_prefix: Tensor, config: Objecti
     before = log_prefix[unit]
     before = torch.cat([before[:1], torch.where(same, log_ratio[:-1], before[1:])])
     if minimum:
-        # A unit's first value is the minimum that the previous chunk left. It is at most 0, so all minima are.
+        # A unit's first value is the minimum that the previous chunk left, which is 0 before a unit's first token.
         return _scan(before, unit, torch.minimum), log_prefix.scatter_reduce(0, unit, log_ratio, "amin")
     return _scan(before, unit, torch.add), log_prefix.index_add(0, unit, log_ratio)
 

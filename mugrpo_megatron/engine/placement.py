@@ -3,9 +3,8 @@
 The ranks of a node are divided into blocks of `engine.tensor` consecutive ranks. An engine runs on the devices of one
 block and the block's first rank leads it, whatever the learner's layout. On CPU a node has at most one engine for every
 `engine.tensor` cores, but one at least; the node's last blocks may then have none. With `engine.nodes` above 1 an
-engine takes all
-devices of that many consecutive nodes: the first rank of the first node leads it, and the first rank of each other node
-runs the engine's ranks of that node.
+engine takes all devices of that many consecutive nodes: the first rank of the first node leads it, and the first rank
+of each other node runs the engine's ranks of that node.
 """
 
 from __future__ import annotations

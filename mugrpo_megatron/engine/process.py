@@ -137,8 +137,8 @@ class HostProcess:
     """An engine's host process and the socket to it.
 
     After every failure the process's whole group is killed before EngineFailure is raised. Create the object in a
-    thread
-    that outlives the process: the kernel kills the process when that *thread* ends (PR_SET_PDEATHSIG in prctl(2)).
+    thread that outlives the process: the kernel kills the process when that *thread* ends (PR_SET_PDEATHSIG in
+    prctl(2)).
     """
 
     def __init__(self, environment: dict[str, str], cuda: bool, single_node: bool = True) -> None:

@@ -164,7 +164,7 @@ def accumulate(total: Tensor, d_output: Tensor, x: Tensor) -> None:
 def token_logprobs(
     hidden: Tensor, weight: Tensor, targets: Tensor, layout: HeadLayout, support_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the log-probability of each target, and the entropy of the distribution that the target is from.
+    """Compute the log-probability of each target, and the entropy of the distribution at its position.
 
     Any loss may be computed from the log-probabilities, which are differentiable in `hidden` and `weight`. Forward
     takes 1 GEMM; backward recomputes the logits and takes 3 more. `fused_policy_loss` takes 3 in all for most

@@ -231,8 +231,8 @@ def _ranks(device: torch.device, threads: int, patience_s: float) -> Ranks:
 def end_process(account: str) -> None:
     """Print `account`, which says why, and end the process at once with code 1.
 
-    Its main thread waits in a CUDA call, which no exception reaches. Nothing is
-    cleaned up: engines end with the process that started them, and a resumed run removes partial files.
+    The process's main thread waits in a CUDA call, which no exception reaches. Nothing is cleaned up: engines end with
+    the process that started them, and a resumed run removes partial files.
     """
     print(f"mugrpo: {account}\nThe same command continues the run.", file=sys.stderr, flush=True)
     os._exit(1)

@@ -185,7 +185,10 @@ def build_model(
     adapters: Adapters | None = None,
     deterministic: bool = False,
 ) -> list[DistributedDataParallel]:
-    """This rank's model chunks, `parallel.virtual_pipeline` many, each in DDP's wrapper; weights are uninitialised."""
+    """This rank's model chunks, each in Megatron's data parallel wrapper, with uninitialised weights.
+
+    There are `parallel.virtual_pipeline` of them.
+    """
     backend = choose_backend(section.layers, ranks.device)
     config = transformer_config(
         model, parallel, section, architecture, ranks, backend.fuse_layernorm_and_linear(), deterministic

@@ -167,7 +167,10 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 def writers(sizes: Sequence[int], ranks: int) -> list[int]:
-    """For each parameter, of `sizes` elements, the one of `ranks` that writes it; all write about equally much."""
+    """The data parallel rank, below `ranks`, that writes each parameter; `sizes` has the parameters' elements.
+
+    All ranks write about equally much.
+    """
     writer = [0] * len(sizes)
     for rank, indices in enumerate(fill_bins(sizes, ranks)[0]):
         for index in indices:

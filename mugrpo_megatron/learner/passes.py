@@ -45,7 +45,7 @@ def plan_update(learner: Learner, sequences: Sequence[TokenSequence]) -> Packing
 
 
 def row_multiple(fp8: str, ranks: Ranks) -> int:
-    """The number of which the number of tokens in a packed row must be a multiple.
+    """The number by which the length of every packed row must be divisible.
 
     Every rank then gets an equal shard of the row, and in fp8 each shard has whole blocks.
     """
