@@ -330,7 +330,7 @@ class Engine:
 
     @contextmanager
     def _connected(self) -> Iterator[HostProcess]:
-        """Yield the host process. If it fails in the block, it counts as ended, and the other nodes are told why."""
+        """Yield the host process. If it fails in the block, it counts as ended, and the other nodes get the reason."""
         if self._host is None:
             raise EngineFailure(
                 "the engine is not running, because it was stopped or failed before; `wake` restarts it"

@@ -65,8 +65,8 @@ def test_every_response_gets_its_own_routes(total: int, width: int) -> None:
 @pytest.mark.parametrize(
     ("experts", "said"),
     [
-        (None, "got 0$"),
-        (np.zeros((4, 5, 2)), "got 40$"),
+        (None, "returned 0 numbers$"),
+        (np.zeros((4, 5, 2)), "returned 40 numbers$"),
         (np.full((5, 5, 2), 4), "routed experts are numbered 4 to 4, but a layer has 4"),
         (np.full((5, 5, 2), -1), "routed experts are numbered -1 to -1, but a layer has 4"),
     ],
