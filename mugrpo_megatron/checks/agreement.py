@@ -36,7 +36,7 @@ class Agreement(NamedTuple):
 def agreement(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> Agreement:
     """Compare the log-probabilities that engine and learner give the same texts.
 
-    Each sequence has a float32 array [R] for each text of R tokens. Without any token the mean is 0.
+    `engine` and `learner` have a float32 array [R] for each text of R tokens. Without any token the mean is 0.
     """
     distances = [np.abs(ours.astype(np.float64) - theirs) for ours, theirs in zip(learner, engine, strict=True)]
     together = np.concatenate([np.zeros(0), *distances])

@@ -323,7 +323,8 @@ def _check_user_loss(objective: ObjectiveSection) -> None:
 
 
 def _try_user_loss(objective: ObjectiveSection, reward: RewardSection, problems: Sequence[Problem], say: Say) -> None:
-    """Call the user's functions of the loss once, for a try, on the rows of the first two problems."""
+    """Call each of the user's functions of the loss once, on the rows of the first two problems; say which were called.
+    Raises UserError or FunctionFailure for one that cannot work."""
     rows = [problem.row for problem in problems[:2]]
     for line in try_user_functions(objective, rows, list(reward.table)):
         say(f"objective: {line}")

@@ -151,7 +151,8 @@ def _print_output(learner: Learner, out: Path) -> None:
 
 
 def _write_recipe(recipe: Recipe, learner: Learner) -> None:
-    """Write the recipe before hf/: an hf/ without a recipe is then another program's, and is never overwritten."""
+    """Write the recipe, on rank 0 and before hf/. So an hf/ without a recipe is another program's, and is never
+    overwritten."""
     if learner.ranks.rank == 0:
         write_text(recipe.sft.output / RECIPE, dump_recipe(recipe))
 

@@ -145,7 +145,8 @@ def generate_alone(
 ) -> None:
     """Generate, score and seal the run's current stage; then auxiliary models score it. Every rank runs this.
 
-    `recipe` and `problems` are what `checks.preflight.check_run` returned; `problems` and `host` go to `open_run`.
+    `recipe` and `problems` are what `checks.preflight.check_run` returned. `host` is an engine's host process that was
+    started ahead (`prelaunch_host`), if one was.
     Raises UserError when `stage` is given and is not the current one, or when the run has taken all of its updates.
     """
     from mugrpo_megatron.run.opening import open_run

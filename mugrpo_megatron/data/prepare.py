@@ -251,7 +251,7 @@ def evenly_spaced_by_set(problems: list[Problem], limit: int, notes: list[str]) 
 def usable_problems(
     source: str, split: Literal["train", "eval"], data: DataSection, reward: RewardSection, notes: list[str]
 ) -> list[Problem]:
-    """Read the problems of well-formed rows whose golds the verifier accepts as answers to themselves.
+    """Read the problems of well-formed rows whose golds can be used for scoring (`unusable_golds`).
 
     Adds a sentence to `notes` for each row that is left out, up to MOST_NAMED of a kind. With `data.strict` a malformed
     row or an unusable gold raises UserError instead. Golds of bundled tasks are not checked.
@@ -272,7 +272,8 @@ def usable_problems(
 def within_pass_rate(problems: list[Problem], bounds: tuple[float, float], notes: list[str]) -> list[Problem]:
     """The problems whose row has a `pass_rate` within `bounds`; a rate of null is outside.
 
-    Raises UserError for a row without this column, and if no problem is left.
+    With the bounds 0 and 1 these are all problems, with or without the column. Otherwise raises UserError for a row
+    without it, and if no problem is left.
     """
     if bounds == (0.0, 1.0):
         return problems

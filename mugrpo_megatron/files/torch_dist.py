@@ -153,8 +153,8 @@ _Blocks = Mapping[tuple[str, tuple[int, ...]], _StorageInfo]
 
 
 def _tensors(metadata: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields (key, tensor) for the tensors in an unpickled index. Raises some exception if `metadata` is not an
-    index."""
+    """Yields (key, tensor) for the tensors in an unpickled index. Raises an exception of any type if `metadata` is not
+    an index."""
     if not isinstance(metadata, Metadata):
         raise ValueError("the index does not hold a checkpoint's metadata")
     blocks = {

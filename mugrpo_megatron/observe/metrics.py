@@ -1,5 +1,5 @@
-"""The table of all metrics: name, unit and meaning. Nothing else can be logged; docs/metrics.md is made from the
-table."""
+"""The table of all metrics: name, unit and meaning. A metric that is not in it cannot be logged; docs/metrics.md is
+made from it."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def sets_in(rows: Iterable[Row]) -> list[str]:
 
 
 def value_in(row: Row, name: str = MEAN) -> float | None:
-    """Returns the accuracy or mean reward of a set in an evaluation row, by default the mean over sets; None without
-    it."""
+    """Returns the accuracy or mean reward of a set in an evaluation row, by default the mean over sets; None if the row
+    lacks it."""
     value = row.get(f"{measure_in([row])}/{name}")
     return None if value is None else float(value)
 

@@ -145,8 +145,9 @@ def seconds_by_phase(phases: Iterable[Row]) -> dict[str, float]:
 def paper_seconds(phases: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Returns the paper's T_rollout and T_total in seconds, from a run's phase rows.
 
-    A phase inside another belongs to the outer one if it is one of `TRAINING_PHASES`, such as `logprobs` inside
-    `optimize`; the time of others, such as a save, is subtracted. A `sync` that serves only an evaluation is left out.
+    The time of a phase inside another one counts as the outer one's if the inner phase is one of `TRAINING_PHASES`,
+    such as `logprobs` inside `optimize`. Otherwise, as for a save, it is subtracted. A `sync` that serves only an
+    evaluation is left out.
     A phase that a resumed run repeated counts twice.
     """
     durations = [(name, seconds) for name, seconds in _outermost(phases) if name != "eval"]

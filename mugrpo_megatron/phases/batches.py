@@ -44,7 +44,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StageColumns:
-    """The columns of a stage (files computed beside it) that the recipe asks for; the others are None."""
+    """The columns of a stage (files computed beside it). A column that the recipe does not ask for is None."""
 
     behaviour: LogprobColumn | None
     """Log-probabilities under the learner's weights at the stage's start, with `rollout.behaviour = "learner"`."""
@@ -116,7 +116,7 @@ def score_column(recipe: Recipe, directory: RunDirectory, store: StageStore, sta
 
 
 def ref_weights(recipe: Recipe) -> Path | None:
-    """The checkpoint that `objective.kl_ref` names; None for the learner at the stage's start."""
+    """The checkpoint that `objective.kl_ref` names; None if it names the learner at the stage's start, or nothing."""
     name = recipe.objective.kl_ref
     if name is None or name == "stage":
         return None

@@ -135,7 +135,8 @@ def seal_if_complete(run: Run, stage: StageStore, part: StagePart) -> None:
 def run_auxiliary_models(run: Run, learner: Learner, stage: StageStore, cursor: Cursor) -> None:
     """Have the recipe's auxiliary models compute the columns that the sealed stage lacks. Collective.
 
-    The policy's engines sleep meanwhile. If there is something to compute, the learner is offloaded, and stays so.
+    The policy's engines sleep meanwhile. If there is something to compute, the learner is offloaded, and is not
+    reloaded here.
     """
     if run.recipe.auxiliary.by_name:
         from mugrpo_megatron.extras.auxiliary.phase import score_stage

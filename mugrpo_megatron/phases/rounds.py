@@ -53,7 +53,7 @@ class Outcome(Generic[T]):
 
 
 class Round:
-    """One round of all engines."""
+    """One round: all engines together sample the items of one queue."""
 
     def __init__(self, run: Run, led: LedEngine | None, queue: PromptQueue, bar: Bar, durable: bool) -> None:
         """Make a round of the items in `queue`; the other arguments are those of `open_round`."""
@@ -62,7 +62,8 @@ class Round:
         self._before = bar.done, bar.tokens
 
     def groups(self, prompt_of: Callable[[int], Prompt], n: int, how: Sampling) -> Iterator[SampledGroup]:
-        """Yield groups of `n` responses, as they are finished, to the prompts of the items that this engine takes."""
+        """Yield each group of `n` responses once it is finished. `prompt_of` maps an item that this engine takes from
+        the queue to its prompt; `how` says how to sample."""
         led = self._led
         assert led
         for group in self.groups_from(lambda free, slots: [*map(prompt_of, self.queue.take(free, slots))], n, how):

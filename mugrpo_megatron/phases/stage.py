@@ -120,7 +120,7 @@ class TrainingStage:
         logged |= _kl_response(batch, metrics)
         run.log.update(cursor.stage, cursor.updates, cursor.age, logged)
         self._bar.advance(tokens=int(metrics["tokens"]), reward=logged["reward_mean"], loss=metrics["loss"])
-        # Megatron's optimizer skips a non-finite gradient silently (`MegatronOptimizer.step` returns False).
+        # Nobody else would notice: an update with a non-finite gradient is skipped without an error.
         if learner.skipped_in_a_row >= MOST_SKIPPED:
             _give_up(run, learner, cursor, cursor.advanced(run.recipe.schedule, store.updates), batch.samples)
         probe(run, learner, store, cursor, age=cursor.age + 1)

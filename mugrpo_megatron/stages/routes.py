@@ -223,7 +223,8 @@ UpdateRoutes = tuple[list[int], Iterator[np.ndarray]]
 def append_routes(table: pa.Table, samples: Sequence[Sample]) -> pa.Table:
     """The samples' table with their routes as one more column; unchanged if they have none.
 
-    A value of the column is the bytes of uint8 or uint16 [layers, tokens, k].
+    A value of the column is the bytes of uint8 or uint16 [layers, tokens, k]. Raises ValueError if only some samples
+    have routes.
     """
     routes = [sample.routes for sample in samples]
     if not any(routes):

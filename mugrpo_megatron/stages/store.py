@@ -106,7 +106,8 @@ def usable_shards(directory: Path, shards: list[StageShard], groups: set[int]) -
 
 
 def update_rows(directory: Path, shards: list[StageShard], updates: int, prompts_per_update: int) -> Iterator[pa.Table]:
-    """Yield the rows of each update, its groups in order, gathered from the shards."""
+    """Yield for each update the table of its rows, in the order of its groups, gathered from the shards. Raises
+    UserError for rows that cannot be trained on."""
     shard_of = {group: shard for shard in shards for group in shard.groups}
     row_ranges = {shard.file: _row_ranges(directory / shard.file, shard) for shard in shards}
 
