@@ -1,8 +1,9 @@
 """Has auxiliary models score a sealed stage without a learner, in processes that share only the run directory.
 
-Shard I of N has every N-th update. A process writes the same parts as the run itself would, so the run uses
-them, and a process that was killed continues where it was. Processes that score shards hold the stage's lock together.
-A process that merges all parts into a column holds it alone, as a run does while it scores the stage.
+Shard I of N has the updates I, I + N, I + 2 N and so on. A process writes the parts that the run itself would write, so
+the run uses them, and a process that is started again computes only the missing ones. Processes that score shards hold
+the stage's lock together. A process that merges all parts into a column holds it alone, as a run does while it scores
+the stage.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def over_seconds(run: RunData) -> Curve:
 def seconds_until(phases: Sequence[Mapping[str, Any]], time: float) -> float:
     """Seconds that a run spent until a Unix time, without evaluations and saves: T_total of `paper_seconds`.
 
-    A phase that lasted longer is counted up to that time.
+    A phase that had not ended by then counts up to that time.
     """
     begun = [{**row, "end": min(row["end"], time)} for row in phases if row["start"] < time]
     return paper_seconds(begun)["T_total"]

@@ -124,7 +124,7 @@ def next_stage(directory: RunDirectory, model: ModelSection, schedule: ScheduleS
 def begin(recipe: Recipe, problems: Problems) -> NextStage:
     """Return the stage that the run generates next; make the run directory if it is missing.
 
-    Any number of processes may call it at once. Raises UserError when the directory belongs to another run, or to one
+    Any number of processes may call it at once. Raises UserError when the directory belongs to another run, or to a run
     with other training problems.
     """
     deadline = time.monotonic() + CLAIM_SECONDS
@@ -146,7 +146,8 @@ def begin(recipe: Recipe, problems: Problems) -> NextStage:
 def mark_shard(shard: GenerationShard, stage: NextStage, problems: Problems) -> None:
     """Record the shard's weights and problems.
 
-    Raises UserError when the shard was begun with other weights or problems, or as one of another number of shards.
+    Raises UserError when the shard was begun with other weights or problems, or when the stage then had another number
+    of shards.
     """
     path = stage.directory / f"shard-{shard.writer:04d}.json"
     digest = sha256(repr(sorted(problems_fingerprint(problems)["train"].items())).encode()).hexdigest()
@@ -228,7 +229,7 @@ def marked_shards(stage: Path, weights: Path) -> list[GenerationShard]:
 
 
 def close_stage(stage: NextStage, updates: int, prompts_per_update: int) -> int:
-    """Seal the stage, and return the number of its groups. The caller holds a lock that keeps others from sealing.
+    """Seal the stage, and return the number of its groups. The caller holds the lock without which no process seals.
 
     Raises UserError, with nothing changed, when a group is missing, when a file in the directory is of another run or
     stage, or when two shards had different weights or problems.

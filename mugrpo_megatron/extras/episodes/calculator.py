@@ -38,7 +38,8 @@ SUM = re.compile(r"\d{1,9}(?:\+\d{1,9})*")
 
 
 async def episode(problem: Problem, model: EpisodeModel) -> None:
-    """Let the model take turns until one does not end with a call; the verifier scores that last turn."""
+    """Let the model take turns, at most MOST_CALLS, until one does not end with a call; the verifier scores the last
+    turn."""
     ids = model.prompt_ids
     for _ in range(MOST_CALLS):
         turn = await model.generate(ids, stop=[CALL])

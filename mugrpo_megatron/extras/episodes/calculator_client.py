@@ -17,7 +17,7 @@ TOOL: Any = {
 
 
 def program(row: dict[str, Any]) -> None:
-    """Chat with the model until an answer calls no tool; the verifier scores that answer."""
+    """Ask the model, at most MOST_CALLS times, until an answer calls no tool; the verifier scores the last answer."""
     client, messages = OpenAI(), list[Any](row["messages"])
     for _ in range(MOST_CALLS):
         completion: Any = client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])

@@ -407,7 +407,7 @@ def _with_text(message: Any) -> Any:
 
 
 def one_call_of(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's message with its first tool call alone, for a program that takes one call at a time."""
+    """The model's message with only the first of its tool calls, for a program that takes one call at a time."""
     return {**message, "tool_calls": message["tool_calls"][:1]} if message.get("tool_calls") else dict(message)
 
 

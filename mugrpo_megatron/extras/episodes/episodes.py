@@ -217,7 +217,8 @@ class Episodes:
     def _request(self, process: EpisodeProcess, episode: Attempt, message: dict[str, Any]) -> None:
         """Queue a request to the engine, or, if a limit is reached, end the episode with the turns that it has.
 
-        Raises Broken if the request's tokens do not begin with those so far, and ValueError if it is malformed.
+        Raises Broken if the request's tokens do not begin with those of the response that it continues, and ValueError
+        if it is malformed.
         """
         if not episode.in_engine:
             episode.waited_s += time.monotonic() - episode.answered_at

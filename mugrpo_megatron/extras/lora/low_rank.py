@@ -2,8 +2,9 @@
 
 With tensor parallelism, the adapter of a column-parallel layer has all of A on every rank and a part of B's rows. That
 of a row-parallel layer has a part of A's columns and all of B. Ranks exchange only u = A x, which has `rank` numbers
-for a token: in a column-parallel layer each rank computes u for its part of the sequence, and u is gathered; in a
-row-parallel layer u is summed and scattered, and each rank applies B to its part of the sequence.
+for a token. In a column-parallel layer each rank computes u for its part of the sequence, and the parts are gathered.
+In a row-parallel layer each rank computes its summand of u, the sum is scattered over the sequence, and each rank
+applies B to its part.
 
 In layers of experts, Megatron's dispatcher moves the tokens: a rank has all tokens of its experts, and the dispatcher
 sums outputs and the inputs' gradients over the tensor parallel ranks. There, ranks exchange only the gradient of the
@@ -77,7 +78,7 @@ class LowRank(torch.nn.Module):
         linear._forward_impl = partial(self._with_merged, linear._forward_impl)
 
     def adapted(self) -> list[Leaf]:
-        """The Hugging Face layers in this one that have factors, in order."""
+        """The Hugging Face layers in this Megatron layer that have an adapter, in order."""
         return [leaf for leaf in self.leaves if leaf.kind in self.a]
 
     @torch.no_grad()

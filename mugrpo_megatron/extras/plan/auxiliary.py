@@ -76,7 +76,7 @@ def _cost(case: PlanCase, name: str, job: str) -> AuxiliaryCost:
 
 
 def auxiliary_problems(costs: Sequence[AuxiliaryCost], resting: float, device: int) -> list[str]:
-    """One sentence for each auxiliary model that needs more than `device - resting` bytes.
+    """One sentence for each job whose engine needs more than `device - resting` bytes or has no room for a response.
 
     `device` is a device's memory, `resting` what the learner and the engine keep there while they sleep.
     """

@@ -185,8 +185,8 @@ def phases(case: PlanCase, need: Memory) -> Phases:
 
 
 def saving_seconds(others: float, case: PlanCase) -> float:
-    """Seconds that a stage waits for checkpoints: those inside it, and its share of the one at the end of
-    `checkpoint.every_stages` stages.
+    """Seconds that a stage waits for checkpoints: for those inside the stage, and its share of the wait for the
+    checkpoint that is saved once in `checkpoint.every_stages` stages.
 
     `others` are the seconds of the stage's other work. With `checkpoint.asynchronous` the run waits for the copy to
     host memory, and for the disk only if a save has not ended when the next one begins (run/checkpoints.py).

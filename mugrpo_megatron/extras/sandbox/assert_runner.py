@@ -30,7 +30,8 @@ MODULE = object()
 
 
 class ProgramError(Exception):
-    """Raised for an exception of the program that is no builtin one, and for StopIteration and StopAsyncIteration."""
+    """Raised in the tests for the program's StopIteration and StopAsyncIteration, and for its exceptions that are not
+    builtin ones."""
 
 
 class Program:

@@ -227,8 +227,8 @@ def same(result: Any, expected: Any) -> bool:
 def close(value: Decimal, expected: Decimal) -> bool:
     """Whether a number differs little enough from the expected one.
 
-    The difference may be TOLERANCE times the expected number, or half a unit of the last digit that is written there
-    (but at most TOLERANCE). So 0 is wrong where 0.0000001 is expected, and 1e-12 is right where 0.0 is expected.
+    The difference may be TOLERANCE times the expected number, or half a unit of the expected number's last written
+    digit (but at most TOLERANCE). So 0 is wrong where 0.0000001 is expected, and 1e-12 is right where 0.0 is expected.
     """
     if value == expected:
         return True

@@ -119,8 +119,8 @@ _Line = tuple[int, int, int, int]
 
 
 def _call(number: int, checks: list[_Line], verdict: int = _REFUSE) -> list[_Line]:
-    """Instructions for one system call: the checks, then the verdict. For any other call they are skipped, and its
-    number, which is loaded before them, stays loaded."""
+    """Instructions for the system call `number`: the checks, then the verdict. For any other call they are skipped, and
+    the call's number, which was loaded before, stays loaded for the next comparison."""
     return [(_EQUAL, 0, len(checks) + 1, number), *checks, (_RETURN, 0, 0, verdict)]
 
 

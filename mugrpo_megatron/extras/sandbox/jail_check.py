@@ -12,7 +12,7 @@ from mugrpo_megatron.pages import page_address
 
 
 def weakness(mode: str) -> str:
-    """A sentence on what programs can do in that mode that namespaces would prevent; empty if nothing.
+    """A sentence on what programs can do in the sandbox `mode` that namespaces would prevent; empty if nothing.
 
     A kernel before 5.13 has no Landlock, and some containers refuse its calls.
     """
@@ -30,7 +30,7 @@ def weakness(mode: str) -> str:
 
 
 def sees_files(mode: str) -> bool:
-    """Whether programs can read this user's files in that mode."""
+    """Whether programs can read this user's files in the sandbox `mode`."""
     return mode == "limits" and not kernel.landlock_version()
 
 

@@ -126,8 +126,8 @@ def _not_kept(value: object) -> object:
 def execute(processes: Sequence[JailedProcess], limits: Limits, answer_of: int | None = None) -> Outcome:
     """Run the processes, each in its own jail, until the last one ends; then end the others.
 
-    stdin is empty unless a process has a channel 0. stdout and stderr are the last process's; another's are dropped.
-    answer_of: the last process's descriptor whose content is `Outcome.answer`.
+    stdin is empty unless a process has a channel 0. The last process's stdout and stderr are returned, those of the
+    other processes are dropped. answer_of: the last process's descriptor whose content is `Outcome.answer`.
     """
     with ExitStack() as opened:
         nothing = opened.enter_context(open(os.devnull, "r+b", buffering=0))

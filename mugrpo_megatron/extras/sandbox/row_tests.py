@@ -235,8 +235,8 @@ def _is_stub(statement: ast.stmt) -> bool:
 def _reached(tree: ast.Module, entry: str) -> Iterator[ast.stmt]:
     """The assertions that can run when the row's tests run.
 
-    They are those of the module's own statements, of tests, and of functions and classes whose name occurs in the
-    code; with an `entry`, the function that the row asks for, also those of a function `check`.
+    They stand in the module's own statements, in tests, in functions and classes whose name occurs in the code, and,
+    if there is an `entry` (the function that the row asks for), in a function `check`.
     """
     referenced = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     referenced |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
@@ -343,7 +343,7 @@ def _asserts(code: str) -> bool:
 
 
 def _separate(code: str) -> list[str]:
-    """Split test code that ends with several asserts into a test for each, all with the code before them.
+    """Split test code that ends with several asserts into one test for each of them, with all code before the asserts.
 
     Other test code stays one test.
     """
