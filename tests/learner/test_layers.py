@@ -111,7 +111,7 @@ def test_what_the_machine_lacks_is_refused_before_anything_starts(model: str, mo
     with pytest.raises(UserError, match='needs CUDA, and this learner runs on CPU; set it to "local"'):
         check_layers(section, "bfloat16", cuda=False)
     monkeypatch.setattr("mugrpo_megatron.checks.layouts.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"is not installed: `run_scripts/setup.sh --cuda --with-te`"):
+    with pytest.raises(UserError, match=r"is not installed: run `run_scripts/setup.sh --cuda --with-te`"):
         check_layers(section, "bfloat16", cuda=True)
     for layers_ in ("local", "auto"):
         check_layers(recipe(Path(model), learner={"layers": layers_}).learner, "float32", cuda=True)
