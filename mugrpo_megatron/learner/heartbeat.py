@@ -27,11 +27,14 @@ from mugrpo_megatron.errors import CollectiveFailure
 
 T = TypeVar("T")
 BEATS_IN_PATIENCE = 10
-LONGEST_BEAT_S = 10.0
+LONGEST_BEAT_S = 5.0
 BARRIER_POLL_S = 0.02
-LOST_BEATS = 12
-"""Number of missed heartbeats after which a rank counts as lost: 2 minutes by default, because no call keeps Python
-from sending heartbeats for that long."""
+MISSED_BEATS = 1.5
+"""Number of intervals without a new heartbeat after which one counts as missed. A heartbeat may reach the store just
+after this rank reads it, and is then found one interval later."""
+LOST_BEATS = 24
+"""Number of intervals without a heartbeat after which a rank counts as lost. By default that is 2 minutes: no call
+keeps Python from sending heartbeats for that long."""
 CLEANUP_S = 60.0
 """Seconds after a barrier in which the main thread may report a lost rank and clean up, before the watching thread ends
 the process."""
@@ -127,6 +130,10 @@ class Heartbeat:
                 arrived = self.ask(lambda store: store.add(key, 0))
         finally:
             self._excused_until = time.monotonic() + CLEANUP_S
+
+    def missed(self) -> list[int]:
+        """The ranks whose newest heartbeat did not come when it was due; they may be dead, or slow."""
+        return self.silent(MISSED_BEATS * self._interval)
 
     def silent(self, seconds: float) -> list[int]:
         """The ranks without a new heartbeat for over `seconds` when this rank last read the store."""

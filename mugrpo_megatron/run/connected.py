@@ -22,9 +22,6 @@ T = TypeVar("T")
 STOP_PATIENCE_S = 18.0
 """The longest time that a stopping rank waits for a rank that seems dead: 30 s after a rank's death torchrun kills the
 others."""
-MISSED_BEAT_S = 9.0
-"""A stopping rank takes another for dead if it has seen no new heartbeat of it for so many seconds. A heartbeat is sent
-every 10 s or more often."""
 STOP, FAILED = "run/stop", "run/failed"
 """Keys of the rendezvous store: how many ranks were asked to stop; the error of a rank that failed."""
 
@@ -55,7 +52,7 @@ class ConnectedWorld(World):
             stop_time = min(stop_time, time.monotonic())
             waited_s = time.monotonic() - stop_time
             # A stopping rank waits less long for a missing heartbeat, because it has to save before torchrun kills it.
-            if waited_s > STOP_PATIENCE_S and (silent := self.heartbeat.silent(MISSED_BEAT_S)):
+            if waited_s > STOP_PATIENCE_S and (silent := self.heartbeat.missed()):
                 raise _failure(self.ranks, f"the run stops, and there is no heartbeat from {rank_list(silent)}")
 
         self.heartbeat.barrier(on_poll)

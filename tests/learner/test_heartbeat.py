@@ -57,6 +57,22 @@ def gone(rank: Heartbeat, failed: bool = False) -> None:
     rank._thread.join()
 
 
+def test_a_heartbeat_that_comes_just_after_this_rank_reads_is_not_missed(tmp_path: Path, clock: Clock) -> None:
+    """A stopping rank would give up one that lives."""
+    first, second = two(tmp_path)
+    clock.tick(INTERVAL_S, second, first)
+    clock.tick(INTERVAL_S, first, second)
+    assert first.silent(0.9 * INTERVAL_S) == [1], "one interval went by without a new heartbeat"
+    assert first.missed() == []
+    clock.tick(INTERVAL_S, first)  # it reads the late one
+    clock.tick(INTERVAL_S, first)
+    assert first.missed() == []
+    clock.tick(INTERVAL_S, first)
+    assert first.missed() == [1]
+    gone(first)
+    gone(second)
+
+
 def test_ranks_meet_however_late_one_is(tmp_path: Path, clock: Clock) -> None:
     first, second = two(tmp_path)
     begin = clock.now

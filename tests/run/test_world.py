@@ -60,7 +60,7 @@ def stops_while_another_rank_is_dead() -> str:
     if world.ranks.rank == 1:
         heartbeat.leave()
         return ""
-    connected.STOP_PATIENCE_S, connected.MISSED_BEAT_S = 0.0, 3.0
+    connected.STOP_PATIENCE_S = 0.0
     world.stop.request()
     try:
         world.barrier()
