@@ -9,8 +9,8 @@
 # FlashAttention 3 (1.8 GB) stays behind, and so does flashinfer (440 MB), which only sampling with top-p calls.
 # With .venv, nvcc 13.0 and ninja here, the kernels that SGLang would compile there are compiled here (engine_kernels.py).
 # .gpu/learner is all that a learner needs, and .gpu/engine is the rest. .gpu/te is Transformer Engine: its library with
-# machine code for Hopper alone (thin.py), and its torch extension's sources, or the extension itself where
-# te_extension.sh has compiled it.
+# machine code for Hopper alone (thin.py), and its torch extension's sources. ten_te.py compiles them there; run here
+# afterwards, it adds a wheel.
 set -euo pipefail
 cd "$(dirname "$0")/../../.."
 learner=(megatron-core pydantic pydantic-core annotated-types typing-inspection typing-extensions tomli-w)
