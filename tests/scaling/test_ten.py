@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 from mugrpo_megatron.data.problems import load
 from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.recipe.sections import DataSection
-from run_scripts.dev.bench import ten
+from run_scripts.dev.bench import ten, ten_equal
 from run_scripts.dev.bench.alone import Ended, keep_logs
+from run_scripts.dev.bench.machine import absent, requirements
 from run_scripts.dev.bench.ten import COMMANDS, INSTALL_S, STEPS, Step, read_report, run_step
 from run_scripts.dev.bench.ten_clock import SCALE, STEP_TIMES, Work, draw_work, length_of, predicted
 from run_scripts.dev.bench.ten_equal import AT_ONCE, EVERY, RATES, UPDATES, settings_of, task_of, write_problems
@@ -62,6 +64,12 @@ def test_a_probe_without_a_report_has_failed(code: int | None, output: str, why:
     (tmp_path / "errors.log").touch()
     result = read_report(tmp_path / "report.xml", Ended(code, output, tmp_path))
     assert result == {"verdict": "failed", "why": why}
+
+
+def test_missing_packages_are_named_at_once(tmp_path: Path) -> None:
+    project = tmp_path / "pyproject.toml"
+    project.write_text('[project]\ndependencies = ["torch", "no_such.package>=1,<2", "no-other==3; x", "numpy>=2"]')
+    assert absent(requirements(project)) == ["no_such.package", "no-other"]
 
 
 def test_every_log_that_says_something_is_kept_under_its_steps_name(tmp_path: Path) -> None:
@@ -125,6 +133,44 @@ def test_problems_are_written_without_repeated_questions(tmp_path: Path) -> None
     path = tmp_path / "train.jsonl"
     assert write_problems([("1 + 1", "2"), ("2 + 3", "5"), ("1 + 1", "2")], path) == 2
     assert [(p.question, p.gold) for p in load(str(path), DataSection()).problems] == [("1 + 1", "2"), ("2 + 3", "5")]
+
+
+TRAINER = """
+import json, pathlib, sys
+chosen = dict(setting.split("=", 1) for setting in sys.argv[4::2])
+print("as it is")
+if chosen["schedule.updates_per_stage"] == "16":
+    sys.exit("EngineFailure: lost")
+run = pathlib.Path(chosen["run.dir"])
+run.mkdir()
+(run / "summary.json").write_text(json.dumps({"seconds": {"start": 1.0}}))
+(run / "metrics.jsonl").write_text(json.dumps({"kind": "eval", "update": 0, "accuracy/mean": 0.5}))
+"""
+"""A program in the place of `mugrpo`: runs of µ = 16 fail, and the others leave what a run leaves."""
+
+
+@pytest.mark.process
+def test_a_run_of_equal_time_that_fails_costs_the_others_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = subprocess.run
+
+    def replaced(command: list[str], **options: Any) -> Any:
+        return run([sys.executable, "-c", TRAINER, *command[3:]], **options)
+
+    monkeypatch.setattr(ten_equal.subprocess, "run", replaced)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    rows: list[dict[str, Any]] = []
+    with pytest.raises(RuntimeError, match="4 runs failed"):
+        rows.extend(ten_equal.equal(False))
+    keys = [(row["mu"], row["seed"], row["beside"]) for row in rows]
+    assert sorted(keys) == sorted([(*run, 8) for run in AT_ONCE] + [(mu, 1, 1) for mu in RATES])
+    assert keys[-len(RATES) :] == [(mu, 1, 1) for mu in RATES], "those alone come last"
+    for row in rows:
+        assert row.get("failed") == ("EngineFailure: lost" if row["mu"] == 16 else None)
+        assert row.get("curve") == (None if row["mu"] == 16 else [[0, 0.5]])
+    kept = keep_logs(tmp_path, tmp_path / "logs", "equal")
+    assert len(kept) == len(rows), "what each printed is kept"
 
 
 PAGES = {("A", "B"): "docs/performance.md", ("C", "D"): "run_scripts/dev/bench/README.md"}
@@ -248,7 +294,7 @@ def test_a_step_that_hangs_crashes_or_fails_costs_the_next_nothing(
     monkeypatch.setattr(sys, "argv", ["ten.py", "--small", "--command", "C", "--out", str(out)])
     ten.main()
     first, *rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    assert (first["small"], next(iter(first["versions"]))) == (True, "python")
+    assert (first["small"], first["absent"], next(iter(first["versions"]))) == (True, [], "python")
     assert [(row["step"], row["verdict"], row.get("why")) for row in rows] == [
         ("hangs", "failed", "not done at its time limit"),
         ("crashes", "failed", "why"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,3 +38,15 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def absent(requirements: Iterable[str]) -> list[str]:
+    """The packages of these requirements that are not installed."""
+    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in requirements]
+    return [name for name in names if installed(name) is None]
+
+
+def requirements(project: Path) -> list[str]:
+    """The packages that a pyproject.toml requires in any case."""
+    table = tomllib.loads(project.read_text(encoding="utf-8"))
+    return list(table["project"]["dependencies"])

@@ -35,7 +35,7 @@ import torch
 
 from run_scripts.dev.bench import ten_clock, ten_engine, ten_equal, ten_learner, ten_te
 from run_scripts.dev.bench.alone import Ended, keep_logs, run_alone
-from run_scripts.dev.bench.machine import describe
+from run_scripts.dev.bench.machine import absent, describe, requirements
 
 Row = dict[str, Any]
 
@@ -80,7 +80,7 @@ C: dict[str, Step] = {
     "resumed": Step(65, tests=("tests/gpu/test_resumed.py",)),
 }
 D: dict[str, Step] = {
-    "fill": Step(60, ten_learner.learner),
+    "fill": Step(65, ten_learner.learner),
     "te": Step(145, ten_te.transformer_engine, needs="cuda"),
 }
 MORE: dict[str, Step] = {
@@ -96,7 +96,7 @@ STEPS = A | B | C | D | MORE
 COMMANDS = {"A": tuple(A), "B": tuple(B), "C": tuple(C), "D": tuple(D)}
 """Command -> its steps. Each command is one call on a borrowed machine; the steps that are surest and worth most come
 first."""
-INSTALL_S = {"A": 10, "B": 20, "C": 20, "D": 20}
+INSTALL_S = {"A": 10, "B": 20, "C": 20, "D": 15}
 """Command -> seconds that carried.sh takes before it."""
 PATIENCE = 20
 """Factor by which --small extends the time limits: on busy cores a step may be slow, and only hangs are to be ended."""
@@ -185,7 +185,8 @@ def main() -> None:
         sys.exit("ten: torch finds no CUDA device; --small shows that everything runs without one")
     out.parent.mkdir(parents=True, exist_ok=True)
     steps = options.steps or (COMMANDS[options.command] if options.command else [*A, *B])
-    write_row(out, {**describe(sys.argv), "small": options.small})
+    missing = absent(requirements(Path(__file__).parents[3] / "pyproject.toml"))
+    write_row(out, {"absent": missing, **describe(sys.argv), "small": options.small})
     end = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ten-") as folder:
         logs = Path(folder) / "logs"

@@ -2,8 +2,9 @@
 
     python -m run_scripts.dev.bench.ten_equal     # after run_scripts/real_model.sh: makes .gpu/real-model, 270 MB
 
-Eight runs at once give accuracies, three alone give the clock. The model and its problems are those in
-`.gpu/real-model`, SmolLM2-135M after its imitation, else the quickstart's.
+Eight runs at once give accuracies, three alone give the clock; each gives its row when it ends, and one that fails
+stops no other. The model and its problems are those in `.gpu/real-model`, SmolLM2-135M after its imitation, else the
+quickstart's.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,13 +58,27 @@ def task_of(small: bool) -> Task:
 
 
 def equal(small: bool) -> Iterator[Row]:
-    """Yield a row for each run: its evaluations every eight updates, and its seconds by phase."""
+    """Yield a row for each run: its evaluations every eight updates, and its seconds by phase, or why it failed.
+
+    Raises RuntimeError at the end if any failed.
+    """
     task, at_once = task_of(small), AT_ONCE[:2] if small else AT_ONCE
-    with tempfile.TemporaryDirectory() as folder:
-        with ThreadPoolExecutor(len(at_once)) as pool:
-            yield from pool.map(lambda run: run_one(task, run[0], run[1], Path(folder), len(at_once)), at_once)
-        for mu in (16,) if small else RATES:
-            yield run_one(task, mu, 1, Path(folder) / "alone", 1)
+    folder = Path(tempfile.mkdtemp())  # not removed here: ten.py keeps the logs in it
+    failed = 0
+    for row in _rows(task, at_once, (16,) if small else tuple(RATES), folder):
+        failed += "failed" in row
+        yield row
+    if failed:
+        raise RuntimeError(f"{failed} runs failed: see their rows")
+
+
+def _rows(task: Task, at_once: Sequence[tuple[int, int]], alone: Sequence[int], folder: Path) -> Iterator[Row]:
+    with ThreadPoolExecutor(len(at_once)) as pool:
+        runs = [pool.submit(run_one, task, mu, seed, folder, len(at_once)) for mu, seed in at_once]
+        for run in as_completed(runs):
+            yield run.result()
+    for mu in alone:
+        yield run_one(task, mu, 1, folder, 1)
 
 
 def settings_of(task: Task, mu: int, seed: int, run: Path, beside: int) -> list[str]:
@@ -81,19 +96,25 @@ def settings_of(task: Task, mu: int, seed: int, run: Path, beside: int) -> list[
 
 
 def run_one(task: Task, mu: int, seed: int, folder: Path, beside: int) -> Row:
-    """Train once; CalledProcessError if that fails, after its output."""
-    run = folder / f"{mu}-{seed}"
-    mugrpo("train", task.recipe, settings_of(task, mu, seed, run, beside))
+    """Train once, in a folder of its own; what it prints is in a log beside that."""
+    run = folder / f"{mu}-{seed}-beside-{beside}"
+    row = {"mu": mu, "seed": seed, "beside": beside}
+    if failure := mugrpo("train", task.recipe, settings_of(task, mu, seed, run, beside), run.with_suffix(".log")):
+        return {**row, "failed": failure}
     summary: dict[str, Any] = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     curve = [[row["update"], row["accuracy/mean"]] for row in rows if row["kind"] == "eval"]
-    return {"mu": mu, "seed": seed, "beside": beside, "curve": curve, "seconds": summary["seconds"]}
+    return {**row, "curve": curve, "seconds": summary["seconds"]}
 
 
-def mugrpo(command: str, recipe: Path, settings: list[str]) -> None:
-    """Run one `mugrpo` command."""
+def mugrpo(command: str, recipe: Path, settings: list[str], log: Path) -> str:
+    """Run one `mugrpo` command, and write what it prints into `log`; returns "", or the last line if it failed."""
     changes = [word for setting in settings for word in ("--set", setting)]
-    subprocess.run([sys.executable, "-m", "mugrpo_megatron", command, str(recipe), *changes], check=True)
+    with log.open("w", encoding="utf-8") as file:
+        arguments = [sys.executable, "-m", "mugrpo_megatron", command, str(recipe), *changes]
+        done = subprocess.run(arguments, stdout=file, stderr=subprocess.STDOUT)
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return "" if done.returncode == 0 else (lines or [f"ended with code {done.returncode}"])[-1]
 
 
 def write_problems(questions: Iterable[tuple[str, str]], path: Path) -> int:
