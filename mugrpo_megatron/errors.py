@@ -37,7 +37,7 @@ class RewardFailure(UserError):
     """Raised when a reward function fails on too many responses."""
 
     def __init__(self, sentence: str, key: str) -> None:
-        """`key` is the recipe key of the function."""
+        """`key` is the recipe's key that names the function."""
         super().__init__(sentence)
         self.key = key
 

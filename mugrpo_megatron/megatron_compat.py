@@ -61,7 +61,7 @@ def mlp_parts(spec: Any) -> Any:
 
 
 def grouped_mlp(module: type, submodules: Any) -> Any:
-    """Make what a backend's `grouped_mlp_modules` returns, from the experts' module and its submodules."""
+    """The return value of a backend's `grouped_mlp_modules`, from the experts' class `module` and its submodules."""
     return partial(module, submodules=submodules) if BUILDERS else (module, submodules)
 
 

@@ -151,7 +151,7 @@ class Response:
         if len(self.ids) != len(self.logprobs):
             raise EngineFailure(
                 f"the engine returned {len(self.ids)} token ids and {len(self.logprobs)} log-probabilities for one "
-                "response, which must be equally many"
+                "response; both must be equally many"
             )
 
 

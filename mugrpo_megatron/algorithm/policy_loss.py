@@ -61,7 +61,7 @@ def policy_loss(
     loss = losses.loss.sum()
     if config.entropy_coef:
         if entropy is None:
-            raise ValueError("objective.entropy_coef needs the entropy of every token's distribution")
+            raise ValueError("objective.entropy_coef needs the entropy of every token's distribution: pass `entropy`")
         # The bonus is outside `token_losses`: its gradient goes through H, not through the sampled token's logprob.
         loss = loss + entropy_loss(entropy, inputs.segments, config).sum()
     tokens = losses.tokens.detached()

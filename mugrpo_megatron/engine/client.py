@@ -318,7 +318,10 @@ class Engine:
     def _receive(self, kind: ReplyKind, timeout_s: float, operation: str) -> Any:
         received, value = self._receive_any(timeout_s, operation)
         if received != kind:
-            raise RuntimeError(f"expected {kind!r} from the engine's host, got {received!r}")
+            raise RuntimeError(
+                f"the engine's host has sent {received!r} during {operation} where {kind!r} was expected, which is an "
+                "error of this program"
+            )
         return value
 
     def _receive_any(self, timeout_s: float, operation: str) -> Message:

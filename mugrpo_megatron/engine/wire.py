@@ -282,7 +282,10 @@ def _support_from_masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.
     masks = [mask for output in outputs for mask in output["meta_info"]["output_token_sampling_mask"]]
     logprobs = [value for output in outputs for value in output["meta_info"]["output_token_sampling_logprobs"]]
     if not len(masks) == len(logprobs) == tokens:
-        raise ValueError(f"SGLang returned {len(masks)} sampler masks and {len(logprobs)} logprobs for {tokens} tokens")
+        raise ValueError(
+            f"SGLang returned {len(masks)} sampler masks and {len(logprobs)} logprobs for {tokens} tokens; each token "
+            "needs one of both"
+        )
     lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
     support_ids = np.full((tokens, int(lengths.max(initial=1))), PADDING, dtype=np.int32)
     support_ids[np.arange(support_ids.shape[1]) < lengths[:, None]] = np.fromiter(chain.from_iterable(masks), np.int32)
@@ -295,7 +298,9 @@ def _support_from_top_logprobs(
     """Read what `top_p_support` returns from the top logprobs that SGLang returns with each token."""
     tops = [entries for output in outputs for entries in output["meta_info"]["output_top_logprobs"]]
     if len(tops) != len(ids):
-        raise ValueError(f"SGLang returned {len(tops)} rows of top logprobs for {len(ids)} tokens")
+        raise ValueError(
+            f"SGLang returned {len(tops)} rows of top logprobs for {len(ids)} tokens; each token needs one"
+        )
     values = np.array([[entry[0] for entry in entries] for entries in tops], dtype=np.float32)
     tokens = np.array([[entry[1] for entry in entries] for entries in tops], dtype=np.int32)
     shape = (len(ids), sampling.top_k)

@@ -103,7 +103,10 @@ def fused_policy_loss(
     """
     config = inputs.config
     if statistics is None and config.needs_statistics:
-        raise ValueError(f"objective {config.name} needs update_statistics of the whole update's log-probabilities")
+        raise ValueError(
+            f"objective {config.name} needs statistics of the whole update: pass `statistics`, made by "
+            "`update_statistics` from the log-probabilities of all of its tokens"
+        )
     learn = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     # Gradients are computed here, in the forward pass, so autograd must not record the GEMMs a second time.
     with torch.no_grad():

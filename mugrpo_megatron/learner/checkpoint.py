@@ -198,7 +198,7 @@ def _bytes(learner: Learner) -> int:
     dense = learner.ranks.tp_size * stages
     experts = parallel_state.get_expert_tensor_and_model_parallel_world_size() * stages
     return sum(
-        # 12: master weight and two moments in float32.
+        # 12 bytes for the master weight and two moments in float32.
         p.numel() * (p.element_size() + 12) * (dense if getattr(p, "allreduce", True) else experts)
         for chunk in learner.chunks
         for p in chunk.parameters()

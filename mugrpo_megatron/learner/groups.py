@@ -169,7 +169,7 @@ def _device() -> torch.device:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Create the world's process group once every rank has arrived."""
+    """Create the world's process group once every rank has arrived; CollectiveFailure if one does not in `ARRIVAL`."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store: dist.Store = dist.HashStore()  # a single process needs no port
     if world > 1:

@@ -1,10 +1,10 @@
 """Multi-head latent attention over packed sequences (arXiv 2405.04434, section 2.1; DeepSeek-V3, GLM-4.7-Flash).
 
-Keys and values are projected to a latent and from there to heads, and queries to another latent. The rotated dimensions
-of a key come directly from the input and are the same for all heads. Megatron's own module rotates by the row's index,
-not by each segment's positions, and needs Transformer Engine. This module has the same parameters, except that the
-projections to the two latents are one product, as in SGLang. Every tensor parallel rank computes both latents in full,
-and queries, keys and values of its own heads.
+Keys and values are projected to a latent and from there to heads; so are queries, if they have a latent. The rotated
+dimensions of a key come directly from the input and are the same for all heads. Megatron's own module rotates by the
+row's index, not by each segment's positions, and needs Transformer Engine. This module has the same parameters, except
+that the projections to the two latents are one product, as in SGLang. Every tensor parallel rank computes whole
+latents, and the queries, keys and values of its own heads.
 """
 
 from __future__ import annotations

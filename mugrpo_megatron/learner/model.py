@@ -194,7 +194,7 @@ def build_model(
         model, parallel, section, architecture, ranks, backend.fuse_layernorm_and_linear(), deterministic
     )
     vp_size = parallel.virtual_pipeline
-    rows = -(-architecture.gpt["vocab_size"] // ranks.tp_size) * ranks.tp_size  # padded to equal shards
+    rows = -(-architecture.gpt["vocab_size"] // ranks.tp_size) * ranks.tp_size  # padded, so that all shards are equal
     chunks = [
         _build_chunk(config, backend, architecture, rows, vp_stage if vp_size > 1 else None)
         for vp_stage in range(vp_size)

@@ -167,7 +167,7 @@ STATES = ("param", "exp_avg", "exp_avg_sq")
 
 
 def writers(sizes: Sequence[int], ranks: int) -> list[int]:
-    """The data parallel rank, below `ranks`, that writes each parameter; `sizes` has the parameters' elements.
+    """The data parallel rank, from 0 to `ranks` - 1, that writes each parameter; `sizes` are their numbers of elements.
 
     All ranks write about equally much.
     """

@@ -57,7 +57,7 @@ def load_hf(chunks: Sequence[torch.nn.Module], hf_dir: Path, architecture: Archi
 def read_shard(checkpoint: HFCheckpoint, entry: Entry, architecture: Architecture, shape: torch.Size) -> torch.Tensor:
     """Read this rank's shard of one parameter from a checkpoint, in the checkpoint's type.
 
-    Raises UserError if a value is not finite, or if the shard has not the `shape` that the model was built with.
+    Raises UserError if a value is not finite, or if the shard does not have the `shape` of the model's parameter.
     """
     group = tensor_group(entry)
     tensors = [checkpoint.read(name) for name in entry.hf]

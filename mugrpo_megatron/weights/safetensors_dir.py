@@ -263,7 +263,9 @@ def write_shard(directory: Path, shard: WeightFile, tensors: Iterable[torch.Tens
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for spec, tensor in zip(shard.specs, tensors, strict=True):
             if tuple(tensor.shape) != spec.shape:
-                raise ValueError(f"{spec.name} has shape {tuple(tensor.shape)}, the plan says {spec.shape}")
+                raise ValueError(
+                    f"{spec.name} has shape {tuple(tensor.shape)}, but the header of its file says {spec.shape}"
+                )
             file.write(raw_bytes(tensor.to("cpu", spec.dtype)))
 
 

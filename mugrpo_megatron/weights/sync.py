@@ -164,7 +164,7 @@ def _sharing_folder() -> Path:
         os.environ.pop("TMPDIR")
         if given is not None:
             os.environ["TMPDIR"] = given
-    with suppress(OSError):  # as in `_note_shared`
+    with suppress(OSError):  # on a full disk only the manager removes its socket
         (folder.path / MANAGER).write_bytes(socket)
     return folder.path
 
