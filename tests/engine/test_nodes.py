@@ -250,5 +250,5 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UserError, match=r"engine\.tensor = 3 does not divide the 8 ranks of a node.*\[1, 2, 4, 8\]"):
         slots(EngineSection(tensor=3), 2, 8)
     refuses(r"engine\.tensor = 16 does not divide the 8 ranks", slots, EngineSection(tensor=16), 2, 8)
-    refuses(r"engine\.tensor is 8; set it to 16", slots, EngineSection(tensor=8, nodes=2), 2, 8)
+    refuses(r"engine\.tensor is 8; set engine\.tensor to 16", slots, EngineSection(tensor=8, nodes=2), 2, 8)
     refuses(r"engine\.nodes = 2 does not divide the 3 nodes", slots, EngineSection(tensor=16, nodes=2), 3, 8)
