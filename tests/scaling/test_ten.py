@@ -56,7 +56,8 @@ def test_a_verdict_is_that_of_the_tests(cases: list[str], expected: dict[str, An
     ("code", "output", "why"),
     [
         (None, "....", "not done at its time limit"),
-        (-11, "", "ended with code -11"),
+        (-11, "....", "ended by SIGSEGV"),
+        (1, "", "ended with code 1"),
         (4, "ERROR: no such file", "ERROR: no such file"),
     ],
 )
@@ -64,6 +65,12 @@ def test_a_probe_without_a_report_has_failed(code: int | None, output: str, why:
     (tmp_path / "errors.log").touch()
     result = read_report(tmp_path / "report.xml", Ended(code, output, tmp_path))
     assert result == {"verdict": "failed", "why": why}
+
+
+def test_a_killed_step_is_not_explained_by_a_warning_alone(tmp_path: Path) -> None:
+    (tmp_path / "errors.log").write_text("Traceback:\n  warnings.warn(\n")
+    assert Ended(-9, "", tmp_path).failure == "ended by SIGKILL:   warnings.warn("
+    assert Ended(1, "", tmp_path).failure == "  warnings.warn("
 
 
 def test_missing_packages_are_named_at_once(tmp_path: Path) -> None:

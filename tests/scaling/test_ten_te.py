@@ -13,8 +13,9 @@ from run_scripts.dev.bench import ten_te
 
 NAME = ten_te.EXTENSION
 SETUP = f"""
+from os import environ
 from setuptools import setup
-assert os.environ["NVTE_FRAMEWORK"] == "pytorch" and os.environ["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE"
+assert environ["NVTE_FRAMEWORK"] == "pytorch" and environ["NVTE_PYTORCH_FORCE_BUILD"] == "TRUE"
 setup(name="{NAME}", version="2.11.0", packages=["transformer_engine.wheel_lib"])
 """
 

@@ -32,8 +32,10 @@ class Ended:
             return ""
         if self.code is None:
             return "not done at its time limit"
-        lines = (self.scratch / "errors.log").read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else f"ended with code {self.code}"
+        lines = (self.scratch / "errors.log").read_text(errors="replace").strip().splitlines()[-1:]
+        if self.code < 0:  # such a process may have said nothing of it, so its last line may be about something else
+            return ": ".join([f"ended by {signal.Signals(-self.code).name}", *lines])
+        return lines[0] if lines else f"ended with code {self.code}"
 
 
 @contextmanager

@@ -144,7 +144,8 @@ def read_report(report: Path, ended: Ended) -> Row:
     """Read verdict, counts and figures from pytest's JUnit report; a process that left no report has failed."""
     if ended.code not in (0, 1) or not report.exists():
         lines = ended.output.strip().splitlines()
-        return {"verdict": "failed", "why": ended.failure if ended.code is None or not lines else lines[-1]}
+        killed = ended.code is None or ended.code < 0
+        return {"verdict": "failed", "why": ended.failure if killed or not lines else lines[-1]}
     cases = list(ElementTree.parse(report).getroot().iter("testcase"))
     failures = [
         f"{case.get('name')}: {(problem.get('message') or '').splitlines()[0]}"
