@@ -30,6 +30,9 @@ that rounds differently draws slightly other tokens."""
 TEMPERATURES = (0.0625, 0.125, 0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.35, 1.5, 2.0)
 """Temperatures at which the learner's values are computed when the distance is too large: the server may sample at one
 of them."""
+CLEARLY = 2.0
+"""Standard errors of surprise by which the tokens have to fit one of two temperatures better, so that it is named
+alone."""
 NEIGHBOUR = 0.35
 """Distance in nats below which the server probably has the model's weights, but quantised or a stage older."""
 
@@ -127,12 +130,7 @@ def _cause(
     distances = {t: _distance(server, values_at(t)) for t in TEMPERATURES if t != temperature}
     best = min(distances, key=distances.__getitem__)
     if distances[best] <= max(bound, 0.25 * now.mean_distance):
-        raw = (
-            ", or its log-probabilities are those before temperature (vLLM: --logprobs-mode processed_logprobs)"
-            if best == 1.0
-            else ""
-        )
-        return f"temperature {best:g} and not {temperature:g} fits them{raw}"
+        return _temperature_cause(temperature, learner, best, values_at(best))
     # Tested before the next cause, which has the same sign: a server with another model, too, has no log-probability
     # below the learner's.
     uniform = -float(learner.entropies.max(initial=1.0)) - 1.0
@@ -147,6 +145,23 @@ def _cause(
     if now.mean_distance < NEIGHBOUR:
         return "quantised weights or another dtype, or an earlier checkpoint of the run"
     return "other weights than those of the stage, or quantised ones"
+
+
+def _temperature_cause(asked: float, learner: Values, best: float, at_best: Values) -> str:
+    """The likely cause where the log-probabilities fit temperature `best` and not the one that was `asked` for."""
+    another = f"temperature {best:g} and not {asked:g} fits them"
+    raw = "its log-probabilities are those before temperature (vLLM: --logprobs-mode processed_logprobs)"
+    if best != 1.0:
+        return another
+    # The tokens show which it is: those of such a server are still drawn at the temperature that was asked for.
+    drawn_as_asked, drawn_at_best = (
+        abs(Evidence().with_tokens(values.logprobs, values).surprise_errors) for values in (learner, at_best)
+    )
+    if drawn_as_asked + CLEARLY < drawn_at_best:
+        return f"{raw}: temperature 1 fits them, and {asked:g} fits its tokens"
+    if drawn_at_best + CLEARLY < drawn_as_asked:
+        return another
+    return f"{another}, or {raw}"
 
 
 def _distance(server: np.ndarray, learner: Values) -> float:

@@ -13,14 +13,14 @@ import numpy as np
 from mugrpo_megatron.engine.wire import SampledGroup
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.servers.attest import Evidence, Values, figures, refusal
-from mugrpo_megatron.extras.servers.pool import Answered, Crashed, Dropped, Pool, Server, Troubled
+from mugrpo_megatron.extras.servers.pool import LEAST_UNREAD, Answered, Crashed, Dropped, Pool, Server, Troubled
 from mugrpo_megatron.files.durable import write_json
 from mugrpo_megatron.samples import Prompt, Sample
 from mugrpo_megatron.terminal import visible
 
 FIRST_TOKENS = 512
 """Tokens of a server's first groups that the learner checks before any group of that server is taken."""
-BATCH_GROUPS, BATCH_S = 64, 10.0
+BATCH_GROUPS, BATCH_S = LEAST_UNREAD // 2, 10.0
 """Later groups of a server are taken in batches of so many groups, or of so many seconds; the learner checks one random
 group of each batch."""
 POLL_S = 0.5

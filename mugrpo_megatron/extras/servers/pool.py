@@ -26,8 +26,9 @@ from mugrpo_megatron.samples import Prompt
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 JOIN_S = 5.0
 """Seconds between two calls of `Pool.urls`, which may name new servers."""
-UNREAD = 4
-"""Most answers of a server that may wait for the caller, as a multiple of `StageRequest.concurrency`."""
+UNREAD, LEAST_UNREAD = 4, 128
+"""Most answers of a server that may wait for the caller: a multiple of `StageRequest.concurrency`, or LEAST_UNREAD if
+that is more. A server that answers a few prompts at a time goes on while the caller collects and checks a batch."""
 
 
 @dataclass(eq=False)
@@ -250,10 +251,11 @@ class Pool:
         """
         tasks: dict[asyncio.Task[SampledGroup], Prompt] = {}
         limit, trouble = self.request.concurrency, None
+        most_unread = max(LEAST_UNREAD, UNREAD * self.request.concurrency)
         try:
             while not server.dropped:
                 server.changed.clear()
-                room = min(limit - len(tasks), UNREAD * self.request.concurrency - server.unread, self._share())
+                room = min(limit - len(tasks), most_unread - server.unread, self._share())
                 while room > 0 and self._waiting and not trouble:
                     prompt = self._waiting.popleft()
                     tasks[asyncio.ensure_future(self._ask(prompt, served, connection))] = prompt

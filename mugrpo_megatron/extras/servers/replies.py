@@ -139,6 +139,7 @@ def _check_end(ids: list[int], finish_reason: Any, asked: Asked) -> None:
         )
     if finish_reason == "stop" and ids[-1] not in asked.ends and not asked.stop:
         raise ServerRefusal(
-            f"a response ends with token {ids[-1]}, which is no end token of the model: the server stops at texts or "
-            "tokens of its own, or leaves the end token out; start it without such an option"
+            f"a response ends with token {ids[-1]}, which is no end token of the model: the server has another "
+            "tokenizer, stops at texts or tokens of its own, or leaves the end token out; start it without such an "
+            "option"
         )

@@ -83,7 +83,22 @@ def test_another_temperature_is_named(seed: int, temperature: float) -> None:
 @given(st.integers(0, 2**32))
 def test_logprobs_before_temperature_are_named(seed: int) -> None:
     why = Drawn(seed, 0.7, says="raw").refusal(0.7)
-    assert "temperature 1 and not 0.7 fits them, or its log-probabilities are those before temperature" in why
+    assert (
+        "those before temperature (vLLM: --logprobs-mode processed_logprobs): temperature 1 fits them, and 0.7" in why
+    )
+
+
+@few
+@given(st.integers(0, 2**32))
+def test_tokens_drawn_at_temperature_1_are_not_taken_for_logprobs_before_temperature(seed: int) -> None:
+    assert Drawn(seed, 1.0).refusal(0.5).endswith("Likely cause: temperature 1 and not 0.5 fits them")
+
+
+@few
+@given(st.integers(0, 2**32))
+def test_both_causes_are_named_where_the_tokens_fit_both(seed: int) -> None:
+    why = Drawn(seed, 1.0).refusal(0.995)
+    assert "temperature 1 and not 0.995 fits them, or its log-probabilities are those before temperature" in why
 
 
 @few

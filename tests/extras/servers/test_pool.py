@@ -17,7 +17,7 @@ from mugrpo_megatron.engine.wire import Sampling
 from mugrpo_megatron.errors import UserError
 from mugrpo_megatron.extras.servers import pool as pool_module
 from mugrpo_megatron.extras.servers.attested import Patience, attested_groups
-from mugrpo_megatron.extras.servers.pool import Pool, StageRequest
+from mugrpo_megatron.extras.servers.pool import LEAST_UNREAD, UNREAD, Pool, StageRequest
 from mugrpo_megatron.extras.servers.replies import Asked
 from mugrpo_megatron.samples import Problem, Prompt
 from tests.extras.servers.fake import NAME, Fake, Handler, serving
@@ -229,7 +229,7 @@ LIES: dict[str, tuple[Fake, str]] = {
     "cut short": (Fake(mend=mended(lambda row: row.update(finish_reason="length"))), "cuts a response after 1 tokens"),
     "a stop of its own": (
         Fake(mend=mended(lambda row: row.update(token_ids=[7]))),
-        "ends with token 7, which is no end token",
+        "ends with token 7, which is no end token of the model: the server has another tokenizer",
     ),
     "goes on": (
         Fake(answers=lambda prompt, settings: [([1, 1], [-1.0, -1.0], "stop")] * 2),
@@ -292,6 +292,17 @@ def test_a_server_has_a_limited_number_of_requests_at_a_time() -> None:
     with serving(Fake(answers=answers)) as fake:
         answered([fake], 40, concurrency=3)
     assert 1 <= most[1] <= 3
+
+
+@pytest.mark.parametrize(("concurrency", "most"), [(1, LEAST_UNREAD), (64, UNREAD * 64)])
+def test_a_server_goes_on_until_many_of_its_answers_are_unread(concurrency: int, most: int) -> None:
+    """One prompt at a time, too: a batch is collected and checked while the server answers."""
+    with serving(Fake()) as fake, Pool(lambda: [fake.url], request(concurrency=concurrency)) as pool:
+        pool.put(prompts(most + 2 * concurrency))
+        answers = 0
+        while answers < most and (events := pool.events(60.0)):
+            answers += len(events)
+        assert most <= answers <= most + concurrency
 
 
 def test_a_stop_ends_the_groups() -> None:
