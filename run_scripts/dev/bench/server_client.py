@@ -1,13 +1,12 @@
 """Compares `mugrpo generate --server` with vLLM's own benchmark, `vllm bench serve`, on one server of this machine.
 
     python -m run_scripts.dev.bench.server_client MODEL [--vllm vllm] [--pairs 5] [--prompts 256] [--responses 4]
-        [--tokens 64] [--running 64] [--cores 0 1] [--plain] [--out FILE]
+        [--tokens 64] [--running 64] [--cores 0 1] [--out FILE]
 
 Both send the same prompts, ask for `responses` of `tokens` tokens to each prompt in one request, with the tokens' ids
-and log-probabilities, and have the same number of requests in flight. With --plain the benchmark asks for one response
-in a request, without log-probabilities, and has `responses` times as many requests. The server runs on the first core,
-in eager mode; client and benchmark take turns on the second. Each pair changes their order. Before the
-pairs the client fills one stage that does not count.
+and log-probabilities, and have the same number of requests in flight. The server runs on the first core, in eager mode;
+client and benchmark take turns on the second, and each pair changes their order. Before the pairs, the client fills one
+stage that does not count. `vllm bench` needs pandas.
 
 Start-up counts on neither side. The benchmark's time is its own `duration`, from its first request to its last answer.
 The client's time begins at its first connection, on which it asks for the served names, and ends when the last row is
@@ -185,8 +184,7 @@ def write_prompts(job: Job) -> None:
     again = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     if again != [prompts[group] for group in sorted(prompts)]:
         raise SystemExit("the prompts as texts have other tokens")
-    rows = texts * (job.options.responses if job.options.plain else 1)
-    (job.folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in rows))
+    (job.folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     lengths = sorted(map(len, again))
     print(f"{len(texts)} prompts of {lengths[0]} to {lengths[-1]} tokens", flush=True)
 
@@ -194,24 +192,13 @@ def write_prompts(job: Job) -> None:
 def benchmark(job: Job) -> Measured:
     """The same work by `vllm bench serve`."""
     options, folder = job.options, job.folder
-    prompts, in_flight = options.prompts, max(1, 2 * options.running // options.responses)
-    asked: list[object] = []
-    if options.plain:
-        prompts, in_flight = prompts * options.responses, in_flight * options.responses
-    else:
-        body = {"n": options.responses, "return_token_ids": True, "return_tokens_as_token_ids": True}
-        asked = ["--logprobs", 0, "--extra-body", json.dumps(body)]
+    body = {"n": options.responses, "return_token_ids": True, "return_tokens_as_token_ids": True}
+    in_flight = max(1, 2 * options.running // options.responses)
     command = [options.vllm, "bench", "serve", "--backend", "openai", "--base-url", job.url, "--model", job.name]
-    command += [
-        "--tokenizer",
-        folder / "model",
-        "--endpoint",
-        "/v1/completions",
-        "--temperature",
-        1.0,
-    ]
+    command += ["--tokenizer", folder / "model", "--endpoint", "/v1/completions", "--temperature", 1.0]
     command += ["--dataset-name", "custom", "--dataset-path", folder / "prompts.jsonl", "--skip-chat-template"]
-    command += ["--disable-shuffle", "--custom-output-len", options.tokens, "--num-prompts", prompts, *asked]
+    command += ["--disable-shuffle", "--custom-output-len", options.tokens, "--num-prompts", options.prompts]
+    command += ["--logprobs", 0, "--extra-body", json.dumps(body)]
     command += ["--max-concurrency", in_flight, "--ready-check-timeout-sec", 0, "--disable-tqdm"]
     command += ["--save-result", "--result-dir", folder, "--result-filename", "bench.json"]
     found, other = job.on_second_core(command, folder / "bench.json")
@@ -296,7 +283,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--running", type=int, default=64, help="responses that the server decodes at a time")
     parser.add_argument("--cores", type=int, nargs=2, default=[0, 1])
-    parser.add_argument("--plain", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
