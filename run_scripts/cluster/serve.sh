@@ -4,7 +4,7 @@
 # python3, not this package; copy this one file.
 #
 #   serve.sh vllm RUN_DIR/hf 8000 [--first MODEL NAME] [ARGUMENTS OF THE ENGINE]
-#   serve.sh sglang RUN_DIR/hf 8000 --first models/qwen 3f5a045a40a985c3-0 --tp 2
+#   serve.sh sglang RUN_DIR/hf 8000 --first models/qwen 3f5a045a40a985c3-0 --dtype bfloat16 --tp 2
 #
 # --first MODEL NAME: what to serve while there is no RUN_DIR/hf yet: the recipe's model.path, under the name that the
 # command prints. RUN_DIR/hf may be a copy: its mugrpo.json, which has to come last, names run and update.

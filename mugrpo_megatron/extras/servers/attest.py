@@ -143,7 +143,7 @@ def _cause(
             "below the learner's"
         )
     if now.mean_distance < NEIGHBOUR:
-        return "quantised weights or another dtype, or an earlier checkpoint of the run"
+        return "quantised weights or another dtype (vLLM, SGLang: --dtype), or an earlier checkpoint of the run"
     return "other weights than those of the stage, or quantised ones"
 
 

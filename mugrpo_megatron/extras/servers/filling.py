@@ -44,12 +44,12 @@ def weights_name(run: str, updates: int) -> str:
     return f"{run}-{updates}"
 
 
-def how_to_serve(name: str, weights: Path) -> str:
+def how_to_serve(name: str, weights: Path, dtype: str) -> str:
     """The commands that serve a stage's weights, for people."""
     return (
         f"This stage needs servers of {weights}, each with this name for it:\n"
-        f"  vllm serve WEIGHTS --served-model-name {name} --logprobs-mode processed_logprobs\n"
-        f"  python -m sglang.launch_server --model-path WEIGHTS --served-model-name {name}"
+        f"  vllm serve WEIGHTS --served-model-name {name} --dtype {dtype} --logprobs-mode processed_logprobs\n"
+        f"  python -m sglang.launch_server --model-path WEIGHTS --served-model-name {name} --dtype {dtype}"
     )
 
 
@@ -142,7 +142,7 @@ def fill_shard(
                 tokenizer = load_tokenizer(following.weights)
                 prepared = prepare(recipe.data, recipe.reward, load_tokenizer(recipe.model.directory), problems)
                 name = weights_name(following.record.id, cursor.updates)
-                display.say(how_to_serve(name, following.weights))
+                display.say(how_to_serve(name, following.weights, recipe.model.dtype))
                 request = request_for(recipe, name, following.weights, tokenizer, cursor, options)
                 path = store.directory / f"servers-{shard.writer:04d}.json"
                 attestor = Attestor(measure, recipe.rollout.temperature, recipe.model.dtype, path)

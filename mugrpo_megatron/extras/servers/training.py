@@ -106,7 +106,7 @@ def _fill(
     name = weights_name(run.record.id, cursor.updates)
     tokenizer = load_tokenizer(recipe.model.directory)
     missing = sorted(set(groups) - store.verified_groups())
-    run.display.say(how_to_serve(name, weights))
+    run.display.say(how_to_serve(name, weights, recipe.model.dtype))
     with ExitStack() as stack:
         verifier = stack.enter_context(Verifier(recipe.reward))
         bar = stack.enter_context(

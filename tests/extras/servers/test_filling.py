@@ -61,6 +61,7 @@ def test_two_servers_fill_two_shards_and_the_stage_trains(recipe: Path) -> None:
         for shard in ("1/2", "0/2"):
             done = generate(recipe, *urls, "--shard", shard)
             assert f"shard {shard} has all of its 8 groups" in done.stdout
+            assert done.stdout.count("--dtype float32") == 2, "servers would load a float32 checkpoint in 16 bits"
         assert min(len(fake.prompts) for fake in fakes) > 0
         generate(recipe, *urls, "--shard", "0/2")
         assert sum(len(fake.prompts) for fake in fakes) == 16, "nothing is asked for twice"
