@@ -69,7 +69,7 @@ def test_every_name_of_a_module_is_found_and_the_module_is_not_run(module: str, 
 )
 def test_a_wrong_name_is_refused_with_its_reason(name: str, why: str, here: Path) -> None:
     (here / "broken.py").write_text("def near(:")
-    with pytest.raises(UserError, match=rf"reward.function '{name}' cannot be loaded \(.*{why}.*name it as module"):
+    with pytest.raises(UserError, match=rf"reward.function '{name}' cannot be loaded \(.*{why}.*name a module"):
         check_function("reward.function", name)
 
 

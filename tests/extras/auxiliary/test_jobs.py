@@ -311,7 +311,10 @@ def test_templates_have_an_end_and_no_traceback(
             {"a": {"function": "judge", "model": "m", "prompt": "p", "parse": "x:y", "sources": ["s"]}},
             "a judge scores every response",
         ),
-        ({"a": {"function": "judge", "model": "m", "prompt": "p", "parse": "x:y"}}, "evaluations need a function"),
+        (
+            {"a": {"function": "judge", "model": "m", "prompt": "p", "parse": "x:y"}},
+            "evaluations need another function",
+        ),
         (
             {"b": {"function": "math"}, "a": {"function": "judge", "model": "m", "prompt": "p", "parse": "x:y"}},
             "there is no such auxiliary model",
