@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tarfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,22 +48,34 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.process
 def test_the_extension_is_put_among_the_librarys_files(site: Path) -> None:
-    """Compiled there; then compiled ahead, which takes no time; then a wheel that does not load, and is replaced."""
+    """Compiled there; then from the wheel that is there; then a wheel that does not load, and is replaced."""
     extension = site / "transformer_engine" / "wheel_lib" / f"{NAME}.py"
     assert ten_te.install() > 0
     assert extension.read_text() == "COMPILED = True"
     assert (extension.parent / "libtransformer_engine.so").read_text() == "the library"
     assert len(list(site.glob(f"{NAME}-*.dist-info"))) == 1, "its metadata, which Transformer Engine compares"
-    wheel = ten_te.build(ten_te.SOURCES, jobs=1)
+    [wheel] = ten_te.SOURCES.glob("*.whl")
+    made = wheel.stat().st_mtime_ns
     extension.unlink()
-    assert ten_te.install() == 0
+    ten_te.install()
     assert extension.exists()
+    assert wheel.stat().st_mtime_ns == made, "nothing was compiled"
     write(site / "other" / "transformer_engine" / "wheel_lib" / f"{NAME}.cpython-310.so", "of another Python")
     subprocess.run(
         [sys.executable, "-m", "zipfile", "-c", str(wheel), "transformer_engine"], cwd=site / "other", check=True
     )
-    assert ten_te.install() > 0
+    ten_te.install()
+    assert wheel.stat().st_mtime_ns > made
     assert [path.name for path in extension.parent.glob(f"{NAME}*")] == [f"{NAME}.py"], "two would be one too many"
+
+
+def test_the_step_waits_for_a_compilation_that_has_begun(site: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with ten_te._alone():
+            waiting = pool.submit(ten_te.make_wheel)
+            assert not waiting.done()
+            write(ten_te.SOURCES / f"{NAME}-2.11.0-py3-none-any.whl", "of the other process")
+        assert waiting.result().read_text() == "of the other process"
 
 
 @pytest.mark.process

@@ -1,13 +1,14 @@
 """A step of run_scripts/dev/bench/ten.py: Transformer Engine on one GPU, installed there, tested and timed.
 
-`carry.sh` brings the library, and the sources of its torch extension. They are compiled there, for that machine's torch
-and Python, unless a wheel that was compiled ahead lies beside them:
+`carry.sh` brings the library, and the sources of its torch extension. They are compiled for that machine's torch and
+Python, beside the steps before this one, or ahead on another machine with the same Python, torch and headers:
 
-    PYTHON -m run_scripts.dev.bench.ten_te     # here, after carry.sh, with that machine's Python, torch and headers
+    PYTHON -m run_scripts.dev.bench.ten_te     # makes a wheel in .gpu/te, if none is there
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -35,7 +37,7 @@ def transformer_engine(small: bool) -> Iterator[Row]:
     them."""
     sys.path.insert(0, str(SITE))
     os.environ |= VARIABLES | {"PYTHONPATH": os.pathsep.join([str(SITE), *filter(None, [os.getenv("PYTHONPATH")])])}
-    yield {"build_s": install()}
+    yield {"wait_s": install()}
     tests = ["-m", "pytest", "-q", "-m", "", "-p", "no:cacheprovider", "tests/gpu/test_learner.py"]
     done = subprocess.run(
         [sys.executable, *tests, "-k", "transformer_engine or fp8"], capture_output=True, text=True, timeout=90
@@ -48,22 +50,43 @@ def transformer_engine(small: bool) -> Iterator[Row]:
 
 
 def install() -> float:
-    """Put the extension into SITE: the wheel that was compiled ahead if it loads, else one that is compiled now.
+    """Put the extension into SITE: from the wheel in SOURCES if it loads, else from one that is compiled now.
 
-    Returns the seconds of the compilation, 0 without one. Raises CalledProcessError, after the compiler's output, if
-    neither loads.
+    Returns the seconds until the wheel is there. Raises CalledProcessError, after the compiler's output, if it cannot
+    be compiled or loaded.
     """
-    for wheel in sorted(SOURCES.glob(f"{EXTENSION}-*.whl")):
-        unpack(wheel, SITE)
-        if subprocess.run([sys.executable, "-c", IMPORT]).returncode == 0:
-            return 0.0
-        print(f"{wheel} does not load here, so the extension is compiled", flush=True)
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        unpack(build(Path(folder), jobs=16), SITE)
-    taken = time.perf_counter() - started
-    subprocess.run([sys.executable, "-c", IMPORT], check=True)
-    return taken
+    unpack(make_wheel(), SITE)
+    waited = time.perf_counter() - started
+    if subprocess.run([sys.executable, "-c", IMPORT]).returncode:
+        print("the wheel does not load here, so the extension is compiled again", flush=True)
+        unpack(make_wheel(again=True), SITE)
+        waited = time.perf_counter() - started
+        subprocess.run([sys.executable, "-c", IMPORT], check=True)
+    return round(waited, 1)
+
+
+def make_wheel(again: bool = False) -> Path:
+    """The extension's wheel in SOURCES, compiled if there is none, or if `again` is true.
+
+    Waits for another process that compiles it. CalledProcessError if that fails here, after pip's output.
+    """
+    with _alone():
+        found = sorted(SOURCES.glob(f"{EXTENSION}-*.whl"))
+        if found and not again:
+            return found[0]
+        for wheel in found:
+            wheel.unlink()
+        with tempfile.TemporaryDirectory() as folder:
+            return Path(shutil.move(build(Path(folder)), SOURCES))
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Wait until no other process compiles the extension, and let none begin inside the block."""
+    with (SOURCES / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def unpack(wheel: Path, site: Path) -> None:
@@ -77,14 +100,14 @@ def unpack(wheel: Path, site: Path) -> None:
     shutil.unpack_archive(wheel, site, "zip")
 
 
-def build(folder: Path, jobs: int) -> Path:
+def build(folder: Path) -> Path:
     """Compile the extension into a wheel in `folder`; returns it. CalledProcessError if that fails, after pip's
     output."""
     [source] = SOURCES.glob(f"{EXTENSION}-*.tar.gz")
     options = ["--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--no-cache-dir", "--wheel-dir"]
     variables = VARIABLES | {
         "NVTE_PYTORCH_FORCE_BUILD": "TRUE",  # else its setup.py looks for a finished wheel on GitHub first
-        "MAX_JOBS": str(jobs),
+        "MAX_JOBS": str(len(os.sched_getaffinity(0))),
         "CPLUS_INCLUDE_PATH": os.pathsep.join(headers()),
     }
     command = [sys.executable, "-m", "pip", "wheel", *options, str(folder), str(source)]
@@ -101,4 +124,4 @@ def headers() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(build(SOURCES, jobs=len(os.sched_getaffinity(0))))
+    print(make_wheel())
