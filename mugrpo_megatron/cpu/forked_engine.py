@@ -141,7 +141,7 @@ class CpuEngine(Engine):
 def _run_scheduler(library: ctypes.CDLL | None, *arguments: Any) -> None:
     backend = BatchedAttention if library is None else partial(BatchedAttention, kernels=Kernels(library))
     register_attention_backend(NAME)(backend)
-    # This forked process imports the model's modules itself, so the compiler is deferred here too.
+    # This process imports the model's modules itself, after the fork, so `torch.compile` is deferred here again.
     with compiling_deferred():
         config = read_config(Path(arguments[0].model_path))
         if config.get("kv_lora_rank"):

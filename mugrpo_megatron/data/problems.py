@@ -296,7 +296,10 @@ def check_files(source: str) -> None:
 
 
 def _files_of(source: str) -> dict[str, Path | None]:
-    """Source -> its file, or None for a data set of the hub; generated sets are left out. UserError as in `absent`."""
+    """Source -> its file, or None for a data set of the hub; generated sets are left out.
+
+    Raises UserError for a source that is none of these; whether a file exists is not checked.
+    """
     files = {}
     for name in filter(None, map(str.strip, source.split(","))):
         if name in arithmetic.TASKS:

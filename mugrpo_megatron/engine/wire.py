@@ -266,7 +266,7 @@ def top_p_support(
 
 
 def _narrow(support_ids: np.ndarray) -> np.ndarray:
-    """Cut off the columns of a response's support ids that are PADDING in every row.
+    """Cut off the last columns of a response's support ids that are PADDING in every row; at least one column stays.
 
     In a message all rows have the length of the longest row of any response.
     """

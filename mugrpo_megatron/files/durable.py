@@ -214,7 +214,7 @@ def read_checksummed_json(path: Path, name: str, **head: Any) -> Any:
             return stored[name]
     except (KeyError, TypeError):
         pass
-    raise ValueError(f"{path}: its checksum does not match")
+    raise ValueError(f"{path} is damaged, or is not a file of this format with `{name}` in it")
 
 
 def fsync(path: Path) -> None:

@@ -36,7 +36,10 @@ WANDB_SAMPLES = 16
 
 @contextmanager
 def open_stage(run: Run, learner: Learner, cursor: Cursor) -> Iterator[TrainingStage]:
-    """A block in which the cursor's sealed stage is trained on. Raises UserError when the stage is damaged."""
+    """A block in which the cursor's sealed stage is trained on.
+
+    Raises UserError when the stage's manifest is damaged; damage of its responses is found when an update reads them.
+    """
     store = run.stage_store(cursor)
     columns = columns_of(run.recipe, run.directory, run.record.id, store, cursor.stage)
     # The bar and its phase must end before the next phase's bar begins, also when an update raises.

@@ -258,7 +258,10 @@ class AuxiliarySection(Section):
             self.engine_section(EngineSection())
         except ValidationError as error:
             first = error.errors()[0]
-            raise ValueError(f"engine.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+            key = ".".join(("engine", *map(str, first["loc"])))
+            if first["type"] == "extra_forbidden":
+                raise ValueError(f"{key} is not a key of [engine]; correct or remove it") from None
+            raise ValueError(f"{key}: {first['msg'].removeprefix('Value error, ')}") from None
         return self
 
 

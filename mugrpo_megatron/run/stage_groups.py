@@ -90,8 +90,8 @@ def with_advantages(samples: Sequence[Sample], objective: ObjectiveSection) -> l
 def displayed_advantages(samples: Sequence[Sample], objective: ObjectiveSection) -> np.ndarray:
     """The advantages to show to people, float32 [N]; no function of a user is called for them.
 
-    With a user's advantage function they are those stored in the stage, or 0 for a sample without one. The samples must
-    have been read with their text.
+    With a user's advantage function they are those stored in the stage, or 0 for a sample without one. In that case the
+    samples must have been read `with_text`, because a stored advantage is one of the text columns.
     """
     if objective.has_user_advantage:
         return np.array([sample.advantage or 0.0 for sample in samples], dtype=np.float32)

@@ -76,7 +76,8 @@ def ends_of(runs: Sequence[RunData]) -> Ends | None:
 
 
 def section(ends: Ends, labels: Sequence[str], colors: Sequence[str]) -> PageSection:
-    """The section: a sentence, a chart of the differences over time, a table of ends."""
+    """The section: a sentence, a chart of the differences over time, and a table of what each run reached after equal
+    time, with its differences from the first run at equal time and at equal updates."""
     return PageSection(TITLE, [_chart(ends, labels, colors)], _sentence(ends, labels), table=_table(ends, labels))
 
 

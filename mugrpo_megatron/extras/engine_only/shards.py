@@ -229,7 +229,8 @@ def marked_shards(stage: Path, weights: Path) -> list[GenerationShard]:
 
 
 def close_stage(stage: NextStage, updates: int, prompts_per_update: int) -> int:
-    """Seal the stage, and return the number of its groups. The caller holds the lock without which no process seals.
+    """Seal the stage, and return the number of its groups. The caller holds the run directory's lock, so
+    no other process seals meanwhile.
 
     Raises UserError, with nothing changed, when a group is missing, when a file in the directory is of another run or
     stage, or when two shards had different weights or problems.

@@ -239,7 +239,8 @@ class Endpoint:
                     raise Refused(f"the body has more than {BODY_BYTES:,} bytes; shorten it", 413, "request_too_large")
                 if self._held > HELD_BYTES:
                     raise Refused(
-                        f"requests of more than {HELD_BYTES:,} bytes together are being read; send it again later",
+                        f"the requests that are being read have more than {HELD_BYTES:,} bytes together; send this one "
+                        "again later",
                         429,
                         "rate_limit_exceeded",
                     )

@@ -290,7 +290,10 @@ class Episodes:
         if not ids or not all(0 <= token < vocabulary for token in ids):
             raise ValueError(f"a request needs at least one token, and token ids from 0 to {vocabulary - 1}")
         if not before and len(ids) > longest:
-            raise ValueError(f"its prompt has {len(ids)} tokens: raise data.max_prompt_tokens, which is {longest}")
+            raise ValueError(
+                f"the episode's first request has {len(ids)} tokens, and data.max_prompt_tokens is {longest}: raise "
+                "that key, or shorten the request"
+            )
         if trajectory is None:
             room = min(self._sampling.max_tokens, self._longest - len(ids))
             trajectory = Trajectory(room, message.get("tools", ()), message.get("arguments", {}))

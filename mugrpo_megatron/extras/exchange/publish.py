@@ -143,7 +143,9 @@ def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
             ) from None
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise UserError(f"{path} cannot be published: it is not a regular file; put the file itself there")
+                raise UserError(
+                    f"{path} cannot be published: it is a directory, a pipe or a device; restore the run's own file"
+                )
             with open(target / name, "xb") as copy:
                 shutil.copyfileobj(file, copy)
 

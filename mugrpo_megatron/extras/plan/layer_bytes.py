@@ -54,9 +54,8 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
     q, k = size["Q"] / tp, size.get("K", 0) / tp
     norms = 2 * stream * FLOAT
     if architecture.latent:
-        # In latent attention query, key, value and output all have the query's size. On CPU they are padded and in
-        # float32; that five are counted is an estimate, since attention alone keeps four and no test measures such a
-        # layer.
+        # In latent attention query, key, value and output all have the query's size. Attention keeps these four. On CPU
+        # they are padded and in float32, and the fifth is an allowance that no measurement has confirmed.
         attention = 4 * q * b if cuda else PADDED * 5 * q * FLOAT
         attention = tokens * (attention + FLOAT * heads)
     elif cuda:

@@ -67,9 +67,10 @@ class Grader:
 
 
 def grader(options: Mapping[str, Any]) -> Grader:
-    """The reward function for `options`: the keys of `reward.code`, `memory_mb` and `timeout_s`.
+    """The reward function that runs a response's program. `options` has the keys of `[reward.code]`, and besides them
+    `memory_mb` and `timeout_s`.
 
-    Raises UserError if this machine cannot run programs in that sandbox.
+    Raises UserError if this machine cannot run programs in the sandbox that `options["sandbox"]` names.
     """
     test_s = float(options["test_s"])
     limits = Limits(options["sandbox"], test_s, int(options["memory_mb"]), wall_s=2 * test_s + 1)

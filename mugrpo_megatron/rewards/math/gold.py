@@ -104,8 +104,12 @@ def read_gold(answer: str) -> Gold:
 
 
 def _reduced(text: str, prose: str) -> str:
-    """The formulas, or else the numbers, in a gold's sentence `prose`, normalized. `text` itself if it has no word, and
-    if `prose` is "" or `says_no_number`."""
+    """The formulas, or else the numbers, in `prose`, normalized; `prose` is the sentence from which the gold `text` was
+    normalized.
+
+    Returns `text` unchanged if it has no letter outside of LaTeX commands, if `prose` is empty, and if
+    `says_no_number(prose)`.
+    """
     if not prose or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", text) or says_no_number(prose):
         return text
     return normalize(values_in_prose(prose))

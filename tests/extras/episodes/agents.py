@@ -264,7 +264,7 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "exits": (lambda row: os._exit(3), "the program ended with exit code 3"),
     "leaves": (lambda row: sys.exit(0), "exit code 1: SystemExit: 0 (agents.py"),
     "nests": (nests, ""),
-    "pipes": (pipes, "something else in the place of its file `stdout`"),
+    "pipes": (pipes, "replaced its file `stdout`"),
     "raises": (lambda row: int("x"), "exit code 1: ValueError: invalid literal for int() with base 10: 'x' (agents.py"),
     "kills itself": (lambda row: os.kill(os.getpid(), signal.SIGKILL), "the program was ended by SIGKILL"),
     "kills its guard": (lambda row: os.kill(os.getppid(), signal.SIGKILL), "the program was ended by SIGKILL"),
