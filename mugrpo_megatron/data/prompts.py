@@ -270,7 +270,7 @@ def without_template() -> UserError:
 
 @contextmanager
 def refusals(problem: Problem, template: Template) -> Iterator[None]:
-    """Convert errors of a chat template that the block renders to UserErrors, and limit the block's time and memory.
+    """Use this around the rendering of a chat template: its errors become UserErrors, its time and memory are limited.
 
     The errors name the file of `data.chat_template`, if the template is from there.
     """

@@ -158,9 +158,9 @@ def _check_ref(run: Run, stage: int, weights: Path, mark: str) -> None:
 def refresh_proximal(run: Run, learner: Learner, stage: StageBatches, cursor: Cursor) -> None:
     """Make the current policy the proximal one, the centre of the clip, every `objective.proximal_every` updates.
 
-    Does nothing with `proximal_every = 1`, where the proximal policy is always the current one. The proximal policy's
-    log-probabilities of all samples until the next refresh are written before the first update on these. A run that
-    resumes at this cursor computes them again.
+    Does nothing with `proximal_every = 1`, where the proximal policy is always the current one. A refresh computes and
+    writes the policy's log-probabilities of all samples that are trained on until the next refresh. A run that resumes
+    at a refresh repeats it. At a cursor between two refreshes it only checks that these log-probabilities are there.
     """
     every = run.recipe.objective.proximal_every
     if stage.columns.proximal is None:

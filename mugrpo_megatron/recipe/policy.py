@@ -34,7 +34,7 @@ def _own_directory(path: Path) -> Path:
     """Returns the path of a directory that a command may fill; ValueError for the root directory."""
     absolute = Path(os.path.abspath(path))
     if absolute == absolute.parent or "\0" in str(path):
-        raise ValueError("a run needs a directory of its own; name another, such as runs/first")
+        raise ValueError("is not a directory that a command may fill; name one of its own, such as runs/first")
     return path
 
 

@@ -290,8 +290,8 @@ def test_a_sealed_value_comes_back(tmp_path_factory: pytest.TempPathFactory, bod
     write_checksummed_json(path, "state", body, **head)
     assert read_checksummed_json(path, "state", **head) == body
     for other in ({**head, "format": 7}, {**head, "unknown": None}):
-        refuses("checksum", read_checksummed_json, path, "state", **other, error=ValueError)
-    refuses("checksum", read_checksummed_json, path, "stage", error=ValueError)
+        refuses("damaged", read_checksummed_json, path, "state", **other, error=ValueError)
+    refuses("damaged", read_checksummed_json, path, "stage", error=ValueError)
 
 
 def flips(whole: bytes) -> Iterator[bytes]:
@@ -317,7 +317,7 @@ def test_a_flipped_bit_in_a_sealed_value_is_found(tmp_path: Path) -> None:
 )
 def test_other_json_is_not_taken_for_a_sealed_value(text: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(text.encode("latin-1"))
-    refuses(r"checksum|Expecting value|decode", read_checksummed_json, tmp_path / "x", "stage", error=ValueError)
+    refuses(r"damaged|Expecting value|decode", read_checksummed_json, tmp_path / "x", "stage", error=ValueError)
 
 
 def test_json_for_people_ends_with_a_newline(tmp_path: Path) -> None:

@@ -260,8 +260,8 @@ def _tail(path: Path) -> tuple[str, bool]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(
-                f"the program has replaced its file `{path.name}` by something that is no regular file; leave that file "
-                "in place"
+                f"the program has replaced its file `{path.name}` by something that is no regular file; leave that "
+                "file in place"
             )
         content = os.pread(descriptor, TAIL_BYTES, max(0, status.st_size - TAIL_BYTES))
         return content.decode("utf-8", "replace").strip(), status.st_size <= TAIL_BYTES

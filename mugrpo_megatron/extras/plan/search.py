@@ -188,7 +188,7 @@ def _stage_seconds(case: PlanCase) -> float:
 
 
 def _engines_that_fit(case: PlanCase) -> Iterator[PlanCase]:
-    """Yield the case with each size of engines that can run.
+    """Yield the case with each `engine.tensor` with which its engines can run; engines of several nodes keep theirs.
 
     `engine.memory_fraction` is the recipe's, else the nearest lower one that works, else the nearest higher one.
     """

@@ -302,7 +302,7 @@ def _in_any_order(elements: list[str], golds: list[str], gold: Gold) -> Outcome:
     named = len(names) == len(golds) and names == {name_of(element) for element in elements}
     if len(names) == len(golds) and "" not in names and not named:
         others = [name_of(element) for element in elements]
-        # Answer and gold name their unknowns differently, so the names are left out.
+        # If answer and gold name their unknowns differently, by single letters, the names are left out.
         if all(len(name.strip()) == 1 for name in (*names, *others)) and names.isdisjoint(others):
             return _elementwise(*([split_top(pair, "=")[-1] for pair in pairs] for pairs in (elements, golds)))
         return _elementwise(elements, golds)

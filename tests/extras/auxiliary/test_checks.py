@@ -110,7 +110,7 @@ def test_a_dry_run_checks_guests(model: Path, tmp_path: Path, capsys: pytest.Cap
         assert dry_run(written({"model": absent}), capsys).endswith(f"not on this machine, so not checked: {absent}")
     for auxiliary, judge, words in (
         ({"model": str(tmp_path)}, {}, "auxiliary.big.model = "),
-        ({**here, "engine": {"tensors": 2}}, {}, "engine.tensors: Extra inputs"),
+        ({**here, "engine": {"tensors": 2}}, {}, "engine.tensors is not a key of [engine]"),
         ({**here, "engine": {"extra": {"dtype": "bfloat16"}}}, {}, "engine.extra.dtype"),
         ({**here, "engine": {"nodes": 2}}, {}, "auxiliary.big.engine.nodes = 2"),
         (elsewhere, {"prompt": str(tmp_path / "none.j2")}, "quality.prompt = "),
