@@ -23,7 +23,7 @@ DISCONNECTED = (errno.EPIPE, errno.EIO, *NO_ROOM)
 
 
 def in_utf8() -> None:
-    """If the locale has another encoding, start this command again in Python's UTF-8 mode.
+    """If the locale's encoding is not UTF-8, start this command again in Python's UTF-8 mode.
 
     The files of this project, of models and of libraries are in UTF-8; with a locale such as GBK or EUC-JP, Python
     would read them otherwise. Processes that the command starts inherit the mode.

@@ -68,7 +68,7 @@ GRACE_S = 10.0
 
 
 class Saver:
-    """Saves checkpoints of the learner and its hf/, one of each at a time. Every rank has a Saver.
+    """Saves the learner's checkpoints and the run's hf/, at most one of each at a time. Every rank has a Saver.
 
     With `checkpoint.asynchronous` a thread writes while training continues.
     """
@@ -113,7 +113,10 @@ class Saver:
         self._hf.start(gather_hf(chunks, model, like, out, notes))
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the last saves are on disk; if one failed, raises its exception."""
+        """Wait until the last checkpoint and hf/ are on disk, for each at most `timeout_s`.
+
+        If a save failed, raises its exception.
+        """
         try:
             self._checkpoint.wait(timeout_s)
         finally:

@@ -47,9 +47,10 @@ class Cursor:
         return min(sampled * schedule.epochs, schedule.total_updates - self._before_stage)
 
     def stage_positions(self, schedule: ScheduleSection, prompts_per_update: int) -> range:
-        """The positions of the stage's prompts in the run's order of prompts, from the end of the previous stage's.
+        """The positions of the stage's prompts in the run's order of prompts.
 
-        So S=4, µ=64 and S=64, µ=4 train on the same problems in the same order, with any number of epochs.
+        They begin after the last prompt that an earlier stage has trained on. So S=4, µ=64 and S=64, µ=4 train on the
+        same problems in the same order, with any number of epochs.
         """
         start = (self._before_stage - self.repeated) * prompts_per_update
         return range(start, start + self.updates_sampled(schedule) * prompts_per_update)

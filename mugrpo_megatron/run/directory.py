@@ -104,7 +104,9 @@ class RunDirectory:
         return self.path / "proximal"
 
     def proximal(self, stage: int, age: int) -> Path:
-        """The file with log-probabilities of some updates' samples under the policy at `age` updates on the stage."""
+        """The file with the log-probabilities of the proximal policy that was refreshed at this age, for the samples of
+        the updates until its next refresh.
+        """
         return self.proximal_files / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def probe(self, stage: int) -> Path:
@@ -123,7 +125,7 @@ class RunDirectory:
         return self.path / "ref" / f"stage{stage:05d}.parquet"
 
     def auxiliary(self, stage: int, name: str) -> Path:
-        """The file of `teacher-NAME` or `reward-NAME`: what an auxiliary model computes for each response of a stage.
+        """The file with what an auxiliary model computes for each response; `name` is `teacher-NAME` or `reward-NAME`.
 
         Like `proximal_files`, it is outside the stage's directory.
         """
@@ -151,7 +153,9 @@ def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
         for folder in (directory.path / "stages", directory.checkpoints, directory.logs):
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"run.dir = {directory.path}: cannot be created ({error.strerror}); choose another") from None
+        raise UserError(
+            f"run.dir = {directory.path}: it or a folder in it cannot be created ({error.strerror}); choose another"
+        ) from None
     with file_lock(directory.path / ".lock") as check_lock:
         for name in REPLACED_FILES:
             remove_leftovers(directory.path, name)
@@ -330,8 +334,7 @@ def hf_cursor(directory: RunDirectory, record: RunRecord) -> Cursor | None:
     try:
         content = read_json(path)
     except UserError:
-        # Either there is no hf/ yet, or it is being replaced at this moment, on a file system that cannot swap two
-        # names.
+        # There may be no hf/ yet, or it may be replaced at this moment, on a file system that cannot swap two names.
         if not directory.hf.exists():
             return None
         content = read_json(path)  # a replacement of hf/ may have ended since the first attempt to read it

@@ -2,7 +2,7 @@
 
     launch ............ starts the engine's process, which loads `model.path`; on CPU while the learner is built
     start_engines ..... waits until every engine has loaded; each then sleeps until its first turn
-    wake("weights") ... allocates memory for weights, and starts an engine that has failed again
+    wake("weights") ... allocates memory for weights, and restarts an engine that has failed
     receive ........... loads the learner's weights, bucket by bucket
     wake("kv_cache") .. allocates memory for sampling, once the learner is offloaded
     sleep ............. frees the devices for the learner
@@ -121,7 +121,10 @@ class Engines:
             self.world.barrier()
 
     def rendezvous(self) -> None:
-        """Restart every engine over several nodes that has lost a process; does not wait until it has loaded."""
+        """Start, or restart, every engine over several nodes of which a process does not run.
+
+        It does not wait until the engine has loaded.
+        """
         if self.section.nodes > 1 and (ended := rendezvous(self.world, self.local)) and self.leader:
             self.leader.note(EngineFailure(ended))
 
@@ -131,7 +134,9 @@ class Engines:
 
 
 def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
-    """Restart every engine over several nodes that has lost a process; does not wait until it has loaded. Collective.
+    """Start, or restart, every engine over several nodes of which a process does not run. Collective.
+
+    It does not wait until the engine has loaded.
 
     `local` is the engine or follower process that this rank runs. On the leader of an engine that was running, the
     result is a sentence that says on which nodes its processes had ended; elsewhere it is empty.
@@ -161,6 +166,8 @@ def start_engines(
 ) -> Engines:
     """Wait until the engines that the ranks have launched have loaded, and put them to sleep. Collective.
 
+    On CPU they stay awake if `engine.between_stages` is "restart".
+
     `prepared` has the problems on rank 0; the other ranks get them from there.
 
     Raises UserError on every rank when an engine does not start.
@@ -174,9 +181,9 @@ def start_engines(
         wait_for_engines(leader, world)
     if recipe.engine.check_weights != "never" and (reason := uncheckable_reason(weight_sync)):
         display.say(f"The engine's weights are not compared with the learner's: {reason}.")
-    # Engine and learner take turns on the device, and the learner's turn is first: its weights are reloaded next, and
-    # if the run resumes inside a stage, it trains. So the engine releases its memory now (SGLang's
-    # release_memory_occupation) and gets weights at the first sync.
+    # Engine and learner take turns on a GPU, and the learner's turn is first: its weights are reloaded next, and if the
+    # run resumes inside a stage, it trains. So the engine releases its memory now (SGLang's release_memory_occupation)
+    # and gets weights at the first sync. On CPU a restart would gain nothing, so an engine that restarts stays awake.
     if finds_cuda() or recipe.engine.between_stages == "sleep":
         engines.sleep()
     return engines

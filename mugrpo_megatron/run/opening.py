@@ -133,7 +133,7 @@ def clean_current_stage(directory: RunDirectory, origin: Origin, cursor: Cursor)
 
 
 def join_world(learner: Learner, engines: int, stop: StopRequest, stack: ExitStack) -> World:
-    """Make the world of the ranks that the learner's process groups connect; `stack` destroys these. Collective."""
+    """Make the world of the ranks that the learner's process groups connect; `stack` destroys them. Collective."""
     # `stack` gets the process groups before the saver, so that it destroys them after the last save has ended.
     stack.enter_context(shutdown_after(learner.ranks))
     stack.enter_context(named_phase(learner.ranks))

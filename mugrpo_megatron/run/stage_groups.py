@@ -34,8 +34,8 @@ def group_samples(
     responses without a reward too.
 
     So a response that its reward function did not score, since it failed or does not apply, changes no baseline. If
-    no sample would be left, the first response becomes one. If a response has no reward, all samples get the component
-    `group.unscored`, the share of the group's responses without a reward.
+    no sample would be left, the first response becomes one. Unless judges will score the stage, all samples of a group
+    with such responses get the component `group.unscored`, the share of the responses without a reward.
     """
     unscored = [score.missing and not reward.judges for score in group.scores]
     failed = [

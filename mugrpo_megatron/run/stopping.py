@@ -29,7 +29,10 @@ terminal has already sent to all processes."""
 INTERRUPT_MESSAGE = (
     "\nmugrpo: Ctrl-C: saving. Again, it ends at once and loses the updates since the newest checkpoint\n"
 )
-TERMINATE_MESSAGE = "\nmugrpo: {}: saving. It comes at a time limit, or from torchrun where another rank has failed\n"
+TERMINATE_MESSAGE = (
+    "\nmugrpo: {}: saving. It comes at a time limit, from a lost terminal, or from torchrun where another rank has "
+    "failed\n"
+)
 STOPPED_MESSAGE = "\nmugrpo: stopped as asked: the run's files are intact. The same command continues the run\n"
 
 

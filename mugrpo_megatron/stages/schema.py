@@ -97,10 +97,10 @@ def check_same_columns(directory: Path, columns: Sequence[str], new: tuple[str, 
 
 
 def check_file(path: Path, stored: pa.Schema, remedy: str) -> None:
-    """Raise UserError that ends with `remedy` unless a file has the columns of a stage, with their types."""
+    """Raise UserError that ends with `remedy` unless a file has a stage's columns, in order and with their types."""
     names = [*TRAINING, *(name for name in OPTIONAL if name in stored.names), *TEXT_COLUMNS]
     if [(column.name, column.type) for column in stored] != [(name, COLUMNS[name].kind) for name in names]:
-        raise UserError(f"{path}: it has other columns than a stage; {remedy}")
+        raise UserError(f"{path}: its columns are not those of a stage in name, order and type; {remedy}")
 
 
 def without_nulls(stored: pa.Schema) -> pa.Schema:

@@ -96,7 +96,7 @@ def becomes_visible(condition: Callable[[], bool]) -> bool:
 
 
 def usable_shards(directory: Path, shards: list[StageShard], groups: set[int]) -> list[StageShard]:
-    """Returns the shards that are intact; UserError when one of `groups` is in no other shard than a damaged one."""
+    """Returns the shards that are intact; UserError when one of `groups` is only in damaged shards."""
     usable = intact(directory, shards)
     lost = groups.difference(*(shard.groups for shard in usable))
     for shard in shards:
@@ -374,7 +374,7 @@ class StageStore:
         return self._rewards
 
     def _checked_layout(self) -> pq.FileMetaData:
-        """The sealed file's Parquet footer; UserError when it is damaged or has other columns than a stage."""
+        """The sealed file's Parquet footer; UserError when it is damaged or its columns are not a stage's."""
         if self._layout is None:
             sealed = self._require_sealed()
             path = self.directory / sealed.file
@@ -408,7 +408,7 @@ class StageStore:
             except OSError as error:
                 raise full_disk_error(error, self.directory) or error from error
             if self._writer:
-                # Raises if this writer's manifest is missing: then its shards must not be removed as leftovers.
+                # Raises if this writer has shards but no manifest: these shards must not be removed as leftovers.
                 check_listed(self.directory, self._writer)
             else:
                 check_stage(self.directory, self._origin)
@@ -416,7 +416,7 @@ class StageStore:
             self._replace(shards)
             listed, pattern = {shard.file for shard in shards}, shard_name(self._writer, DIGITS)
             for path in self.directory.glob(pattern):
-                # The file is damaged, or its writer was killed before the manifest listed it.
+                # A file that is not listed is damaged, or its writer was killed before the manifest listed it.
                 if path.name not in listed:
                     path.unlink()
             for name in (pattern, manifest_name(self._writer), *([] if self._writer else [SEALED_NAME])):

@@ -110,9 +110,10 @@ def padded_on_cpu(architecture: Architecture, size: int) -> bool:
 
 
 def expected_checksums(weight_sync: WeightSync, engine_sums: list[TensorChecksums]) -> list[TensorChecksums]:
-    """Compute the checksums that an engine with the checksums `engine_sums` should have, of tensors in its types.
+    """Compute the checksums that this rank's engine should have; those that it has are `engine_sums`. Collective.
 
-    Collective. Returns an entry for each tensor parallel rank of the engine; none on ranks without `engine_sums`.
+    The learner's tensors are converted to the types in `engine_sums` first. Returns an entry for each tensor parallel
+    rank of the engine; none on ranks without `engine_sums`.
     """
     hashes: list[dict[str, hashlib._Hash]] = [{} for _ in engine_sums]
     dtypes: list[dict[str, str]] = [{name: dtype for name, (dtype, _) in sums.items()} for sums in engine_sums]

@@ -131,10 +131,10 @@ class Fields:
         """A sentence for each value that the learner does not support."""
 
     def need(self, name: str) -> Any:
-        """Take a required field; UserError where it is missing."""
+        """Take a required field; UserError where it is missing or null."""
         if self._left.get(name) is None:
             raise UserError(
-                f"{self._where} has no field {name!r}, which this model needs; take the file from the model's release"
+                f"{self._where} has no value of {name!r}, which this model needs; take the file of the model's release"
             )
         return self._left.pop(name)
 
@@ -414,7 +414,8 @@ def sigmoid_routing(fields: Fields, dense: int) -> dict[str, Any]:
         )
     if dense >= layers:
         raise fields.error(
-            f"first_k_dense_replace {dense} leaves no layer of {layers} with routed experts; correct the wrong one"
+            f"num_hidden_layers is {layers} and the first {dense} layers are dense (by first_k_dense_replace or "
+            "mlp_layer_types), so none has routed experts; correct the wrong one"
         )
     if groups > 1 and (count % groups or best > groups or chosen // best != 2):
         raise fields.error(
@@ -498,14 +499,15 @@ def read_rope(
 def _original_positions(fields: Fields, scaling: Fields, outer: int | None, context: int) -> int:
     """Take the number of positions that the model was trained with before its rope was scaled.
 
-    SGLang reads it from the rope scaling; without it there, it is `context`. The config may have it beside the rope
-    scaling too (`outer`), and UserError is raised if the two differ.
+    It is read from the rope scaling, as in SGLang; if that lacks it, it is `context`. The config may have it beside the
+    rope scaling too (`outer`), and UserError is raised if the two differ.
     """
     original: int = scaling.take("original_max_position_embeddings", context)
     if outer is not None and outer != original:
         raise fields.error(
-            f"original_max_position_embeddings is {outer} beside the rope scaling and {original} in it, where SGLang "
-            "reads it, or takes max_position_embeddings if it is missing; write the right number in both places"
+            f"original_max_position_embeddings is {outer} beside the rope scaling, but SGLang takes {original}, from "
+            "the rope scaling or, if it is missing there, from max_position_embeddings; write the right number in both "
+            "places"
         )
     return original
 

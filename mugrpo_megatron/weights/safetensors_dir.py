@@ -132,8 +132,9 @@ def _ignored(name: str, architecture: Architecture) -> bool:
 def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
     """Find every tensor of a checkpoint in the headers of its files.
 
-    Raises UserError if there is no safetensors file, a file is damaged or not named in the index, a tensor is quantised
-    or in two files, or the index disagrees with the headers about a tensor for which `needed` is true.
+    Raises UserError if there is no safetensors file, a file is missing or damaged, `model.safetensors` is beside an
+    index that does not name it, a tensor's type is not in FLOATS, a tensor is in two files, or the index disagrees with
+    the headers about a tensor for which `needed` is true.
     """
     index_path = directory / INDEX
     indexed: dict[str, str] | None = None
@@ -169,8 +170,8 @@ def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
                 shapes[tensor] = tuple(header.get_shape())
                 if header.get_dtype() not in FLOATS:
                     raise UserError(
-                        f"{path}: {tensor!r} has type {header.get_dtype()}; quantised checkpoints are not supported, "
-                        f"use the model's {' or '.join(FLOATS)} release"
+                        f"{path}: {tensor!r} has type {header.get_dtype()}, which a quantised checkpoint may have and "
+                        f"which is not supported; use the model's {' or '.join(FLOATS)} release"
                     )
                 dtypes[tensor] = FLOATS[header.get_dtype()]
     differing = set(indexed.items()) ^ set(files.items()) if indexed is not None else set()
@@ -192,7 +193,7 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _places(path: Path) -> dict[str, tuple[int, list[int]]]:
-    """The first byte and the shape of each tensor of a safetensors file, by name; `scan` has checked the header."""
+    """Name -> the offset in bytes and the shape of a safetensors file's tensor; `scan` has checked the header."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(size))

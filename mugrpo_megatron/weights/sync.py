@@ -145,11 +145,11 @@ def share_memory_by_name() -> None:
 
 @cache
 def _sharing_folder() -> Path:
-    """Start torch's manager of this process's shared memory, and make a folder that lists what it has to remove.
+    """Start torch's manager of this process's shared memory, and make a folder that lists what the manager must remove.
 
-    The manager's socket gets a path that is short enough. Seconds after this process has ended, the manager removes the
-    shared memory and its socket. If both processes are killed together, as by a job scheduler, a later start removes
-    what the folder lists.
+    The path of the manager's socket is made short enough for a socket (SOCKET_PATH). Seconds after this process has
+    ended, the manager removes the shared memory and its socket. If both processes are killed together, as by a job
+    scheduler, a later start removes what the folder lists.
     """
     fits = len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH
     parent = None if fits else next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
@@ -203,7 +203,8 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
             # has shared (torch/multiprocessing/reductions.py), and a handle that is never opened would keep the memory.
             serialized = _serialize_for_engine(weight_sync, engine, bucket, flat) if served else []
             loading = loader.submit(_load, engine if served else None, serialized, flat)
-            # Now only the loading thread refers to the bucket's memory, so it is freed as soon as it is loaded.
+            # On CUDA only `loading` refers to the bucket's memory now. So the memory is freed when the next bucket's
+            # load takes its place there, after the vote.
             del flat
         if loading:
             failure = _result(loading) or failure
@@ -235,7 +236,7 @@ def _buffer(weight_sync: WeightSync, bucket: Bucket, number: int) -> torch.Tenso
 
 
 def _load(engine: WeightReceiver | None, serialized: list[bytes], flat: torch.Tensor) -> torch.Tensor:
-    """Load a bucket into the engine, and return `flat`, so that the future keeps the bucket's memory until then."""
+    """Load a bucket into the engine, if there is one; returns `flat`, so that the future keeps the bucket's memory."""
     if engine is not None:
         engine.load_bucket(serialized)
     return flat

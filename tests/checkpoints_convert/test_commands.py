@@ -247,7 +247,7 @@ SPOILED: dict[str, tuple[Spoil, str]] = {
     ),
     "quantised": (
         lambda d: edit_tensor(d, "model.norm.weight", lambda v: v.to(torch.int8)),
-        "'model.norm.weight' has type I8; quantised checkpoints are not supported",
+        "'model.norm.weight' has type I8, which a quantised checkpoint may have",
     ),
     "extra tensor": (add_tensor, "has the tensor 'model.layers.0.self_attn.rotary.weight', which a qwen2 model"),
     "missing tensor": (

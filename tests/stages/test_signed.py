@@ -92,18 +92,21 @@ def column(name: str, change: Callable[[list[Any]], list[Any]]) -> Callable[[Tab
 
 
 FILES: dict[str, tuple[Callable[[Tables], Tables], str]] = {
-    "a column less": (lambda tables: [one.drop_columns(["reward"]) for one in tables], "other columns than"),
+    "a column less": (
+        lambda tables: [one.drop_columns(["reward"]) for one in tables],
+        "its columns are not those of a stage",
+    ),
     "a column more": (
         lambda tables: [one.append_column("extra", pa.array([1] * len(one))) for one in tables],
-        "other columns than a stage",
+        "its columns are not those of a stage",
     ),
     "another order": (
         lambda tables: [one.select(one.schema.names[::-1]) for one in tables],
-        "other columns than a stage",
+        "its columns are not those of a stage",
     ),
     "another type": (
         lambda tables: [one.set_column(0, "group", one["group"].cast(pa.int64())) for one in tables],
-        "other columns than a stage",
+        "its columns are not those of a stage",
     ),
     "rows less": (lambda tables: [one.slice(0, len(one) - 2) for one in tables], "do not match its manifest"),
     "no rows": (lambda tables: [one.slice(0, 0) for one in tables], "do not match its manifest"),

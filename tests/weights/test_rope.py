@@ -242,7 +242,7 @@ def test_a_length_beside_the_scaling_is_refused_where_the_engine_reads_another(k
     """Which of the two transformers takes depends on the order of the file's keys."""
     scaling = {"rope_type": kind, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     outside = {"original_max_position_embeddings": 64}
-    with pytest.raises(UserError, match="is 64 beside the rope scaling and 256 in it, where SGLang reads it"):
+    with pytest.raises(UserError, match="is 64 beside the rope scaling, but SGLang takes 256"):
         architecture(config_of("llama", rope_scaling=scaling, **outside))
     architecture(config_of("llama", rope_scaling={**scaling, **outside}, **outside))
 
