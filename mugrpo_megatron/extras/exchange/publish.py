@@ -71,7 +71,7 @@ def publish(
         raise UserError(f"{run_dir} has no sealed stage {stage}; give --stage a complete stage (they count from 0)")
     origin = read_manifest(source).origin
     if origin is None or origin.stage != stage:
-        raise UserError(f"{source}: its manifest does not say that it is stage {stage}; put the run's stage there")
+        raise UserError(f"{source}: its manifest does not say that it is stage {stage}; restore the run's own folder")
     start = run.checkpoints / checkpoint_name(Cursor(stage))
     if weights and stage and not start.exists():
         raise UserError(f"{start} is missing, and with it the weights at the start of stage {stage}; omit --weights")
@@ -260,7 +260,7 @@ def upload(directory: Path, name: str, public: bool, say: Callable[[str], None] 
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(
-            f"--hub {name}: the upload failed ({reason}); the data set is complete in {directory}; log in with "
-            "`hf auth login` and run the command again with --overwrite"
+            f"--hub {name}: the upload failed ({reason}); the data set is complete in {directory}; remove the "
+            "cause (if you are not logged in: `hf auth login`), and run the command again with --overwrite"
         ) from None
     say(f"https://huggingface.co/datasets/{name}")

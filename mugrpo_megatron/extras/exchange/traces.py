@@ -9,8 +9,8 @@ zeros are skipped.
 
 verifiers' `Trace`, version 1 (verifiers/v1/trace.py, graph.py), has `nodes`, each with its `parent`, the `token_ids`
 that it adds, a `mask` over them, and `logprobs` of the tokens in the mask. Traces with several branches are refused.
-Which tokens could be drawn is not in its JSON. A line of its `traces.jsonl` (episode.py) is an episode, with the
-`traces` of its agents and its `group`.
+Its JSON does not say which tokens the sampler could draw. A line of verifiers' `traces.jsonl` (episode.py) is an
+episode, with the `traces` of its agents and its `group`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def trainable_traces(row: Mapping[str, Any]) -> list[dict[str, Any]]:
 def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
     """The row with its trace replaced by `prompt_ids`, `response_ids`, `logprobs` and `loss_mask`.
 
+    A verifiers `Trace` may also give `reward` and `finish_reason`; columns of the row with these names take precedence.
     A row without a trace is returned unchanged. Raises ValueError for a malformed trace, and for one of another version
     or with several branches.
     """

@@ -85,8 +85,8 @@ class LaterPolicy:
         """Returns ratios, triggers and dropped tokens of each response, computed as training computes them.
 
         `behaviour` has for each of the N samples the logprobs, float32 [R], that ratios divide by; `advantages` is
-        float [N]. Tokens outside a loss mask take no part, and a softmax runs over the tokens that could be sampled.
-        Raises UserError when the policy's vocabulary lacks a token of the responses.
+        float [N]. Tokens outside a loss mask take no part. A softmax runs over a sample's `support_ids`, or over the
+        whole vocabulary if it has none. Raises UserError when the policy's vocabulary lacks a token of the samples.
         """
         objective = self._objective
         largest = max(max(s.prompt_ids.max(initial=0), s.response_ids.max(initial=0)) for s in samples)

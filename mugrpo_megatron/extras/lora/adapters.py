@@ -128,7 +128,8 @@ def _adapters(chunks: Sequence[PolicyModel]) -> Iterator[LowRank]:
 
 
 def _over_experts(here: torch.Tensor) -> torch.Tensor:
-    """Gather a factor of all experts, stacked, from those of this rank, `here`. Collective over expert parallelism."""
+    """Gather one factor of all experts, [experts, ...]; `here` has this rank's experts. Collective over expert
+    parallelism."""
     group = parallel_state.get_expert_model_parallel_group()
     parts = [torch.empty_like(here) for _ in range(group.size())]
     dist.all_gather(parts, here, group=group)

@@ -38,7 +38,7 @@ REMEDY = "copy it again, or take another checkpoint of its run"
 def merge(hf: Path, adapter: Path, out: Path, overwrite: bool = False) -> None:
     """Write to `out` the checkpoint in `hf` with the adapter merged into it, one tensor after another.
 
-    W + alpha / r B A is computed in float32 and rounded to W's dtype.
+    A and B are rounded to W's dtype. Then W + alpha / r B A is computed in float32 and rounded to that dtype.
 
     Raises UserError, with nothing written, for an adapter that does not fit or was trained on other weights.
     """

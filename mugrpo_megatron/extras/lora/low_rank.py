@@ -30,8 +30,8 @@ from mugrpo_megatron.weights.table import Entry, split_to_hf
 
 def merge(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """W + scale B A for W [m, n], A [r, n] and B [m, r]: in float32 on a CPU; on CUDA rounded once to W's dtype."""
-    # Tensor cores add in float32 and round at the end, so no copies in float32 are needed, and a merge takes 8 bytes of
-    # memory for each parameter instead of 28.
+    # On CUDA, tensor cores add in float32 and round at the end, so no copies in float32 are needed, and a merge takes 8
+    # bytes of memory for each parameter instead of 28.
     if weight.is_cuda:
         return torch.addmm(weight, b, a, alpha=scale)
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
@@ -67,7 +67,7 @@ class LowRank(torch.nn.Module):
         for parameter in (self.b if self.by_rows else self.a).values():
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, self._axis(parameter), 1)
         for parameter in (self.a if self.by_rows else self.b).values():
-            parameter.sequence_parallel = self.sequence  # its gradient covers only this rank's part of the sequence
+            parameter.sequence_parallel = self.sequence  # if so, its gradient covers only this rank's part
         for parameter in (*self.a.values(), *self.b.values()):
             # Megatron reduces a gradient over all data parallel ranks, and with `allreduce` false, which an expert's
             # weight has, only over the ranks that hold the same expert.

@@ -29,8 +29,8 @@ EXPERTS = "mlp.experts"
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A linear layer of a Hugging Face model with an adapter, y = W x + scale B A x. For routed experts, it is the same
-    layer of all experts together."""
+    """A linear layer of a Hugging Face model that may have an adapter, y = W x + scale B A x. For routed experts, it is
+    the same layer of all experts together."""
 
     name: str
     """PEFT's name of the module, such as `model.layers.0.self_attn.q_proj`."""

@@ -28,7 +28,7 @@ class Device:
     flops: float
     """bfloat16 FLOP/s of a large matrix product."""
     bandwidth: float
-    """Bytes/s of a device copy's read and write."""
+    """Bytes/s of a copy within the device's memory: bytes read plus bytes written."""
     cuda: bool = True
 
 
@@ -152,7 +152,8 @@ SHARES = ("mean_prompt", "mean_response", "packing", "mfu", "mfu_experts", "deco
 """Names of assumptions that are shares, so at most 1."""
 MOST = {"spread": 10.0, **dict.fromkeys(SHARES, 1.0)}
 LEAST, MOST_OTHERS = 1e-9, 1e18
-"""Smallest and largest value of an assumption; beyond these, seconds and bytes overflow."""
+"""Smallest value of an assumption (`fragmentation` may also be 0), and largest one if MOST has none; beyond these,
+seconds and bytes overflow."""
 
 
 def assume(settings: Iterable[str]) -> Assumptions:

@@ -221,7 +221,8 @@ class EngineMemory:
     cache: float
     """Bytes of the KV cache: the part of `engine.memory_fraction` that the weights leave."""
     work: float
-    """Bytes of activations and CUDA graphs, which `engine.memory_fraction` does not include."""
+    """Bytes of activations and CUDA graphs, which `engine.memory_fraction` does not include; on CPU those of the states
+    of gated delta networks."""
     tokens: int
     """Tokens that the cache holds, over the engine's ranks."""
     requests: int

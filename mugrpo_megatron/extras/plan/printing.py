@@ -64,7 +64,7 @@ def print_plan(plan: RunPlan, launch: Mapping[str, str]) -> None:
 
 
 def print_json(plan: RunPlan, launch: Mapping[str, str], pilot: Pilot | None = None) -> None:
-    """Print the plan as JSON: bytes, seconds and shares; null for what is infinite."""
+    """Print the plan as JSON: bytes, seconds and shares; null for infinities and NaN."""
     values = plan_as_dict(plan, launch) | ({"pilot": pilot_as_dict(plan, pilot)} if pilot else {})
     print(json.dumps(to_json_value(values), indent=2))
 

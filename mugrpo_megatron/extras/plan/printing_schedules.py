@@ -43,8 +43,8 @@ def read_pilot(path: Path) -> Pilot:
     section = run.recipe.get("optimizer", {})
     if section.get("decay", "constant") != "constant":
         raise UserError(
-            f"--pilot {path}: its rate is {section['decay']}, so the beginning of its curve is not that of a shorter "
-            'run; name a run with optimizer.decay = "constant"'
+            f"--pilot {path}: its learning rate decays ({section['decay']}), so the beginning of its curve is not that "
+            'of a shorter run; name a run with optimizer.decay = "constant"'
         )
     try:
         curve = over_updates(run)

@@ -70,8 +70,8 @@ class Speed:
     """k: GRPO's seconds divided by the schedule's, for the same updates and without evaluations."""
     low: float
     high: float
-    """Upper end of the speed-up's range: the deviations that each group of `UNCERTAIN` causes alone are added as
-    independent ones."""
+    """Ends of the speed-up's range, `low` and `high`. Each group of `UNCERTAIN` alone moves the logarithm of the
+    speed-up. The moves in one direction are combined as the root of the sum of their squares."""
     share: float
     """Seconds that the schedule saves over GRPO's, as a share of those that mu-GRPO's schedule saves; nan if mu-GRPO's
     saves none."""
@@ -132,7 +132,7 @@ def may_lose(pilot: Curve, speed_up: float) -> Estimate:
 def schedule_of(case: PlanCase, need: Memory, updates: int, per_stage: int, name: str = "") -> Schedule:
     """The cost of `updates` updates in stages of `per_stage`, with as many evaluations as in the recipe's schedule.
 
-    A shorter last stage costs as large a share of a whole stage as it has of its updates.
+    A last stage with fewer updates costs less in proportion.
     """
     other = _in_stages(case, updates, per_stage)
     seconds = _seconds(other, need, updates)

@@ -130,8 +130,8 @@ MOST_NODES = 32
 def fewest_devices(case: PlanCase) -> PlanCase | None:
     """`fastest_fit` on the fewest devices that suffice; None if none of the sizes that are tried does.
 
-    If the cluster is a single node, a node with more devices (2, 4 or 8) is tried first; then 2, 4, 8, ... times the
-    nodes. None on CPU, where more ranks would share the same memory.
+    If the cluster is a single node, a node with more devices (2, 4 or 8) is tried first; later ones have at least 8.
+    Then 2, 4, 8, ... times the nodes are tried. None on CPU, where more ranks would share the same memory.
     """
     if not case.cuda:
         return None

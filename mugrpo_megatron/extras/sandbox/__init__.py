@@ -1,1 +1,1 @@
-"""Runs a program that a model wrote under limits, without network and files (but see `jail_check.weakness`)."""
+"""Runs programs that a model wrote: under limits, without network and files (but see `jail_check.weakness`)."""

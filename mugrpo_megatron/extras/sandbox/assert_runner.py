@@ -248,7 +248,8 @@ def main(root: str, answered: str, requested: str, verdict: str, entry: str, nam
 
 
 def _nothing(*_arguments: Any, **_options: Any) -> None:
-    """Does nothing: it replaces `unittest.main`, because this module runs the tests."""
+    """Does nothing. Replaces `unittest.main`, because this module runs the tests, and a `setup_method` or
+    `teardown_method` that a class lacks."""
 
 
 def _run(function: Callable[..., Any], *arguments: Any) -> None:

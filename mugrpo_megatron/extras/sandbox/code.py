@@ -100,7 +100,8 @@ def _outdented(text: str, indent: int) -> str:
 def grade(response: str, gold: object, row: Mapping[str, Any], options: Grader) -> tuple[float, str]:
     """Run a response's program on the row's tests; returns (reward, reason).
 
-    Raises ValueError when the row has no usable tests, UserError when no jail can be made.
+    Raises ValueError when the row has no usable tests, and UserError when no jail can be made, or when the tests are
+    asserts and the sandbox would let programs read them.
     """
     tests = read_tests(gold, row)
     if options.most_tests and len(tests) > options.most_tests:
@@ -150,8 +151,8 @@ def failure(program: str, test: Test, limits: Limits) -> str:
         case AssertTest():
             if sees_files(limits.mode):
                 raise UserError(
-                    'programs could read the test code of asserts: with reward.code.sandbox = "limits" this needs a '
-                    'kernel with Landlock; set it to "namespaces", or leave out rows whose tests are asserts'
+                    'programs could read the test code of asserts: reward.code.sandbox = "limits" hides it only on a '
+                    'kernel with Landlock; set the key to "namespaces", or leave out rows whose tests are asserts'
                 )
             outcome = check_asserts(program, test, limits)
             return outcome.why_failed() or ("" if outcome.answer == b"passed" else "the tests ended early")

@@ -90,10 +90,10 @@ def _keep(
             os._exit(1)
     os.closerange(0, _HIGH)
     code = guard.wait_for(program)
-    with suppress(ChildProcessError):  # the process has ended already
+    with suppress(ChildProcessError):  # raised if the process has been waited for already
         os.waitid(os.P_PID, program, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         os.kill(program, signal.SIGKILL)
-        os.waitpid(program, 0)  # process 1 of a PID namespace ends last: the kernel has killed the others
+        os.waitpid(program, 0)  # process 1 of a PID namespace ends after the kernel has killed the others
     with suppress(ChildProcessError):  # raised when no child is left
         os.waitpid(-1, os.WNOHANG)
         guard.kill_descendants()
@@ -104,7 +104,8 @@ def _separate() -> tuple[int | None, bool]:
     """Enter new namespaces; returns (user id to become, or None; whether the kernel counts this program's processes
     apart from all others).
 
-    Root needs no new namespace of users: it becomes a user that has no other process.
+    Root that may create the namespaces needs no new namespace of users: it becomes a user that has no other process, or
+    NOBODY if its own namespace of users lacks such ids.
     """
     user, group = os.geteuid(), os.getegid()
     if user == 0 and _try(_NAMESPACES):
@@ -216,8 +217,8 @@ def write_environment(directory: str) -> None:
 
 
 def _enter_root(files: Mapping[str, str], limits: Limits) -> None:
-    """Enter a root with the interpreter, its libraries, `files` and an empty /tmp; only `scratch_mb` of /tmp can be
-    written."""
+    """Enter a root with the interpreter, its libraries, `files` and an empty /tmp of `scratch_mb` MiB; nothing but /tmp
+    can be written."""
     kernel.mount(None, "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     safe = kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("none", _ROOT, "tmpfs", safe, "size=4m,mode=755")

@@ -12,7 +12,7 @@ from mugrpo_megatron.pages import page_address
 
 
 def weakness(mode: str) -> str:
-    """A sentence on what programs can do in the sandbox `mode` that namespaces would prevent; empty if nothing.
+    """A sentence on how the sandbox `mode` is weaker than namespaces; empty for namespaces.
 
     A kernel before 5.13 has no Landlock, and some containers refuse its calls.
     """

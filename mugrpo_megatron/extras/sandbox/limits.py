@@ -22,8 +22,8 @@ class Limits:
     scratch_mb: int = 16
     """Most MiB of all files in the program's /tmp together; with mode `limits` a program cannot write files."""
     threads: int = 32
-    """Most threads of a program. With mode `limits` only `memory_mb` bounds them: about 500 with the smallest stacks
-    fit."""
+    """Most threads of a program. If its user may have other processes, as always with mode `limits`, only `memory_mb`
+    bounds them: about 500 with the smallest stacks fit."""
     wall_s: float = 9.0
     """Seconds by the clock after which a program that sleeps is killed. One that computes has `test_s`, however slow or
     busy the machine is."""

@@ -281,9 +281,11 @@ def library_names() -> Mapping[str, str]:
 def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str, ...], list[str]]:
     """Names that the program has to define, and names of the standard library that the tests use without an import.
 
-    The program has to define the entry point, names that begin with a capital letter, as classes do, and, if there is
-    no entry point, the one function that nothing else defines. If there are two such functions, one of them may be a
-    helper that judges what the other returns. Then ValueError asks the row to name the one that it tests.
+    The program has to define the entry point, and names that begin with a capital letter, as classes do. If there is no
+    entry point, and the tests import no name from the program, it also has to define the one function that nothing else
+    defines. If there are two such functions, one of them may be a helper that judges what the other returns. Then
+    ValueError asks the row to name the one that it tests. Raises ValueError also for tests that import other packages,
+    that lack a function's definition, or that use nothing of the program.
     """
     imported = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     for node in imported:
@@ -307,7 +309,7 @@ def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str
         if functions:
             raise ValueError(f"the tests use {', '.join(functions)}, which they do not define: add test_setup_code")
         return (*([entry] if entry else []), *classes), known
-    # The tests call no unknown name, so they test a function that a library has too, such as `gcd`, or a built-in.
+    # Tests without an unknown name test a function that a library has too, such as `gcd`, or a built-in.
     if not unknown:
         functions = known or built_in
     if len(functions) > 1:

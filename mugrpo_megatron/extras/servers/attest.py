@@ -131,8 +131,8 @@ def _cause(
     best = min(distances, key=distances.__getitem__)
     if distances[best] <= max(bound, 0.25 * now.mean_distance):
         return _temperature_cause(temperature, learner, best, values_at(best))
-    # Tested before the next cause, which has the same sign: a server with another model, too, has no log-probability
-    # below the learner's.
+    # Tested before the next cause, which looks the same: a server with another model, too, has no log-probability below
+    # the learner's.
     uniform = -float(learner.entropies.max(initial=1.0)) - 1.0
     if learner.logprobs.mean() < min(-8.0, uniform):
         return "ids of another tokenizer, or another model: the learner would never draw these tokens"
@@ -153,7 +153,8 @@ def _temperature_cause(asked: float, learner: Values, best: float, at_best: Valu
     raw = "its log-probabilities are those before temperature (vLLM: --logprobs-mode processed_logprobs)"
     if best != 1.0:
         return another
-    # The tokens show which it is: those of such a server are still drawn at the temperature that was asked for.
+    # The tokens tell the two causes apart: a server that returns log-probabilities from before temperature still draws
+    # at the temperature that was asked for.
     drawn_as_asked, drawn_at_best = (
         abs(Evidence().with_tokens(values.logprobs, values).surprise_errors) for values in (learner, at_best)
     )

@@ -69,7 +69,7 @@ def responses_of(replies: Sequence[Reply], prompt: Prompt, asked: Asked) -> list
 
 def _response(reply: Reply, prompt: Prompt, asked: Asked) -> Response:
     if reply.finish_reason in ABORTED:
-        raise ServerTrouble(f"it has ended a response itself, with the finish reason `{reply.finish_reason}`")
+        raise ServerTrouble(f"a server has ended a response itself, with the finish reason `{reply.finish_reason}`")
     _check_prompt(reply, prompt)
     ids = _ids(reply.ids, asked)
     logprobs = _logprobs(reply.logprobs, len(ids), asked.greedy)

@@ -80,7 +80,8 @@ def _run_cell(context: SweepContext, sweep: Sweep, cell: Cell) -> bool:
     """Run one cell to its end; returns whether it finished.
 
     A failure of the updates is the same on every rank, so the other cells can go on. With several ranks, any other
-    failure ends the sweep, since other ranks would wait for the one that failed.
+    failure ends the sweep, since other ranks would wait for the one that failed. A request to stop, a directory in use
+    by another process and a failed engine or collective always end the sweep.
     """
     note = sweep.failure(cell)
     try:

@@ -140,7 +140,7 @@ def test_the_break_even_of_a_run_of_the_study(seed: int, tmp_path: Path) -> None
 def test_a_pilot_that_cannot_say_it_is_refused(tmp_path: Path) -> None:
     curve = {0: 0.4, 64: 0.5, 128: 0.6}
     falling = Recipe.model_validate({"optimizer": {"decay": "linear"}})
-    with pytest.raises(UserError, match="its rate is linear"):
+    with pytest.raises(UserError, match=r"its learning rate decays \(linear\)"):
         read_pilot(pilot_run(tmp_path / "falling", curve, falling))
     with pytest.raises(UserError, match="no evaluation"):
         read_pilot(pilot_run(tmp_path / "none", {}))
