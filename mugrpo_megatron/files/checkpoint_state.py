@@ -89,7 +89,9 @@ def read_state(directory: Path) -> Saved:
         field = ".".join(map(str, error.errors()[0]["loc"])) or "state"
         raise UserError(f"{path} is damaged: {field} is missing or wrong; use an older checkpoint") from None
     except ValueError:
-        raise UserError(f"{path} is damaged: its checksum does not match; use an older checkpoint") from None
+        raise UserError(
+            f"{path} is damaged: it is not JSON, or its checksum does not match; use an older checkpoint"
+        ) from None
 
 
 def first_damage(directory: Path, rank: int, world: int) -> str | None:

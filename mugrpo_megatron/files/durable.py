@@ -86,7 +86,7 @@ def durable_file(path: Path) -> Iterator[IO[bytes]]:
 def open_nofollow(path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
     """Open a file as `open` does, but not through a link, which somebody else may have put into the directory.
 
-    Raises UserError for a link, and for what is not a regular file.
+    Raises UserError if the file cannot be opened because it is a link, or not a regular file.
     """
 
     def opener(name: str, flags: int) -> int:
@@ -362,7 +362,7 @@ def check_output(
         if not own:
             raise UserError(f"{label} exists already; {remedy}")
         _check_writable(path, label)
-    # The name is too long, has a null character, or its links form a loop.
+    # For example, the name is too long or has a null character, or its links form a loop.
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{label} cannot be written ({reason}); choose another path") from None

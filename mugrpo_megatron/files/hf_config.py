@@ -229,11 +229,11 @@ def check_tokenizer(directory: Path) -> None:
 
 
 def _check_tiktoken(directory: Path) -> None:
-    """Raise UserError for a tokenizer without tokenizer.json that is tiktoken's, or of a class in the checkpoint's own
-    code.
+    """Raise UserError if a checkpoint without tokenizer.json has a tokenizer that only its own code reads.
 
-    Without tokenizer.json transformers splits text by a pattern of its own (TikTokenConverter), and so gives other
-    tokens.
+    That is one in tiktoken's format. It is also one whose class is in the checkpoint's code, if neither tokenizer.model
+    nor vocab.json is there. From a tiktoken file transformers would make other tokens, since it splits
+    text by a pattern of its own (TikTokenConverter).
     """
     config = directory / "tokenizer_config.json"
     auto_map = read_json(config).get("auto_map") if config.is_file() else None

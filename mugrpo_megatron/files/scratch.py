@@ -23,8 +23,9 @@ removed with the directory."""
 OF_LIBRARIES = re.compile(r"/dev/shm/(?:(?:torch|sgl_shm|sglang|psm)_|sem\.mp-)[\w.-]+")
 """Matches the paths in /dev/shm of torch, SGLang and multiprocessing. No other path is removed."""
 MANAGER = "manager"
-"""File in a scratch directory with the path of the socket of its owner's manager of shared memory (torch's). The
-manager removes the socket with its folder; a manager whose socket is gone would end with an error."""
+"""File in a scratch directory with the path of a socket: that of the process in which torch manages the shared memory
+of the directory's owner. While that process lives, only it may remove the socket: it would end with an error if the
+socket were gone."""
 OF_MANAGERS = re.compile(r"/.+/torch-shm-dir-\w+/manager\.sock")
 """Matches the path of such a socket."""
 WITH_SHARED_MEMORY = ("engine", "weights")
@@ -58,7 +59,10 @@ class Scratch:
             raise
 
     def remove(self) -> None:
-        """Remove the directory with its content, and the shared memory that it lists (SHARED_MEMORY). Idempotent."""
+        """Remove the directory with its content and, for kinds in WITH_SHARED_MEMORY, the shared memory that it lists.
+
+        Idempotent.
+        """
         _remove_with_shared_memory(self.path)
         if self._lock >= 0:
             os.close(self._lock)
@@ -75,7 +79,7 @@ def remove_abandoned(parent: Path) -> None:
     """Remove this user's `Scratch` directories in `parent` whose owner has died."""
     with suppress(OSError):
         for path in parent.glob(f"{PREFIX}*-*"):
-            with suppress(OSError):  # another process is removing it, or its file system has no locks
+            with suppress(OSError):  # its owner lives, another process is removing it, or its file system has no locks
                 _remove_if_abandoned(path)
 
 

@@ -202,7 +202,8 @@ def _swiglu_gradient(grad, x, dx, width, BLOCK: tl.constexpr):
 
 
 VALUES = 2048
-"""The largest number of values of each half of the heads that one program of `_rotate` takes."""
+"""One program of `_rotate` takes at most this many values of the first halves of its heads, and as many of the second
+halves; at least one head, however large."""
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor:

@@ -23,7 +23,7 @@ from mugrpo_megatron.learner.context import ContextSplit, attend, flash_attentio
 from mugrpo_megatron.learner.operators import rotate, rotate_
 
 _WASTE = 1.25
-"""Largest number of slots of a bucket, padding included, as a multiple of its tokens."""
+"""Largest number of rows of a padded bucket (`LengthBucket`), as a multiple of the tokens in it."""
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,9 @@ class DiskWriter(torch_checkpoint.FileSystemWriter):
 
 
 class WriteInProcess(TorchDistSaveShardedStrategy):
-    """Writes Megatron's `torch_dist` format in this process when the returned request is executed, with `group`.
+    """Writes Megatron's `torch_dist` format in this process, not in forked ones.
+
+    `async_save` returns a request, and executing the request writes the files. Its collectives use `group`.
 
     Megatron's own strategy forks writers and starts a manager process for their results. That takes seconds for the
     first save of a small model, forks a process that has threads, and leaves the manager running if a rank is killed.

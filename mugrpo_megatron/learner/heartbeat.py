@@ -167,7 +167,7 @@ class Heartbeat:
     def last_heard(self) -> str:
         """Text about every rank's last heartbeat: its phase, and how many seconds ago it came.
 
-        Ranks of one node in the same phase are named together, with the largest number of seconds.
+        Consecutive ranks of one node in the same phase are named together, with the largest number of seconds.
         """
         now = time.monotonic()
 
@@ -193,7 +193,7 @@ class Heartbeat:
     def _watch(self, on_loss: Callable[[str], None]) -> None:
         """Call `on_loss` once when a rank or the store is lost.
 
-        It is not called during a barrier, which raises an error itself, and for `CLEANUP_S` seconds after one.
+        It is called neither during a barrier, which raises an error itself, nor for `CLEANUP_S` seconds after one.
         """
         while not self._leaving.wait(self._interval):
             if time.monotonic() > self._excused_until and (account := self.loss()):

@@ -25,8 +25,8 @@ from mugrpo_megatron.weights.families import read_architecture
 from mugrpo_megatron.weights.hf import load_hf
 
 Part = Literal["optimizer", "weights"]
-"""A part of the learner's device memory. `optimizer` is master weights, moments and gradients, which a sync of weights
-to an engine does not need; `weights` is the rest."""
+"""A part of the learner's device memory. `optimizer` is moments, gradients and master weights, which a sync of weights
+to an engine does not need; `weights` is the rest. In float32 the master weights belong to `weights`."""
 PARTS: tuple[Part, ...] = ("optimizer", "weights")
 # All host allocations have this size, a power of two. torch rounds pinned allocations up to a power of two, so one for
 # each tensor could take twice its bytes; and it reuses freed ones only for requests of the same size

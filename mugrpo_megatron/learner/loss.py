@@ -92,7 +92,7 @@ def make_loss_inputs(
     counted = None if rows is None else torch.from_numpy(rows).to(device)
     weights = response_weights(lengths, section, constant_length=longest_response, counted=counted)
     behaviour = _column(samples, "behaviour_logprobs", "rollout.behaviour", device)
-    # Comparisons with NaN are false, so the veto and the masks would drop these tokens silently.
+    # Comparisons with NaN are false, so the veto and the masks would take wrong decisions silently.
     if behaviour.isnan().any():
         raise ValueError(
             "the behaviour log-probabilities are NaN, because the stage was imported without any; the learner must "

@@ -181,7 +181,7 @@ def _support_ids(sequences: list[TokenSequence], device: torch.device) -> torch.
     if len(support_rows) < len(sequences):
         raise ValueError(
             "some responses of an update have support ids and others have none: they were sampled with different "
-            "rollout.top_k or rollout.top_p; sample the whole stage with the same values"
+            "rollout.top_k; sample the whole stage with one value"
         )
     width = max(rows.shape[1] for rows in support_rows)
     padded = [np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=-1) for rows in support_rows]

@@ -39,7 +39,7 @@ def update(
     Collective: every rank passes the whole update and trains on its own share. Returns the update's metrics on every
     rank: those of the objective over the whole update, under the weights before the step, and `grad_norm` (before
     clipping), `lr`, `tokens` (trained), `packed_efficiency`, `skipped` (1 when a non-finite gradient left the weights
-    as they were), `seconds`.
+    as they were, unless it was an overflow in float16, which is counted in `overflowed`), `seconds`.
     """
     started, recipe = time.perf_counter(), learner.recipe
     with named_phase(learner.ranks, f"update {learner.updates_done}"):
@@ -93,7 +93,7 @@ def _sequences(learner: Learner, samples: Sequence[Sample]) -> list[TokenSequenc
     # Checked here because on CUDA the embedding's kernel would end the process, and its message would name no token.
     if largest >= learner.architecture.vocab_size:
         raise UserError(
-            f"the responses have token {largest}, and the model has {learner.architecture.vocab_size} tokens: the "
+            f"the samples have token {largest}, and the model has {learner.architecture.vocab_size} tokens: the "
             "stage is of another model, or damaged; take the model that sampled the stage, or restore the stage from a "
             "copy"
         )

@@ -189,7 +189,7 @@ def group_memory(leader: int) -> float:
 
 
 def ignore_library_warnings() -> None:
-    """Ignore warnings of Megatron and torch about missing packages; `mugrpo doctor` reports those."""
+    """Ignore all warnings of Megatron and torch. Many are about missing packages, which `mugrpo doctor` reports."""
     warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
 

@@ -196,7 +196,7 @@ def duration(seconds: float) -> str:
 
 
 def short_number(value: float) -> str:
-    """Returns a number as text with two or three digits: 4.21, 355, 9.1k, 1.2M."""
+    """Returns a number as short text: 4.21, 355, 9.1k, 123.5k, 1.2M."""
     for limit, letter in ((1e6, "M"), (1e3, "k")):
         if value >= limit:
             return f"{value / limit:.1f}{letter}"

@@ -101,7 +101,7 @@ class RunData:
 def read_run(path: Path) -> RunData:
     """Read recipe.toml, metrics.jsonl and, if it exists, summary.json of a run directory.
 
-    Raises UserError when recipe or metrics are missing, or when a file is damaged.
+    Raises UserError when recipe or metrics are missing, when there is no row yet, or when a file is damaged.
     """
     recipe = _recipe(path / "recipe.toml")
     rows = read_rows(path / FILE_NAME)

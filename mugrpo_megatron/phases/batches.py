@@ -53,7 +53,7 @@ class StageColumns:
     ref: LogprobColumn | None
     """Log-probabilities under the reference policy of the KL penalty; None also if it is the behaviour policy."""
     ref_weights: Path | None
-    """Checkpoint of the reference policy; None if it is the learner at the stage's start."""
+    """Checkpoint of the reference policy; None if it is the learner at the stage's start, or if there is none."""
     teacher: LogprobColumn | None
     """Log-probabilities under the auxiliary model that `objective.teacher` names."""
     scores: Mapping[str, ScoreColumn]
@@ -155,7 +155,7 @@ class StageBatches:
         """Read the samples of the update taken at `age`, without the proximal policy's log-probabilities.
 
         Epochs after the first shuffle the updates by the run's seed. With `objective.zero_variance = "leave_out"`
-        updates consist of informative groups only (groups with different rewards), if the stage has any.
+        updates consist of informative groups only (their rewards are not all equal), if the stage has any.
         """
         # In the first epoch updates are not shuffled, unlike in verl and TRL: the responses of update k are trained on
         # at age k.

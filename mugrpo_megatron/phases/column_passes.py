@@ -35,11 +35,11 @@ class _StopAsked(Exception):
 
 @contextmanager
 def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> Iterator[Iterator[int]]:
-    """A block for a pass over the stage. It yields the `ages` of the updates one by one, and shows a bar titled `what`.
+    """A block for a pass over the stage. It yields an iterator over `ages`, and shows a bar titled `what`.
 
-    Collective: after the block every rank has finished. When a rank was asked to stop, taking the next age raises an
+    Collective: after the block every rank has finished. If a rank was asked to stop, taking the next age raises an
     exception inside the block, so that context managers there discard the files that they write and restore the weights
-    that they swapped. After the block the run is ended as by `Run.save_and_stop`.
+    that they swapped. The run is then ended as by `Run.save_and_stop`.
     """
 
     def each(bar: Bar) -> Iterator[int]:
@@ -61,8 +61,10 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
 
 
 def must_compute(column: Column | None, can_compute: bool) -> bool:
-    """Whether a column has to be computed: it is needed (not None) and its files are missing. UserError if so although
-    `can_compute` is false."""
+    """Whether a column has to be computed: it is needed (not None) and its files are missing.
+
+    Raises UserError if it has to be computed and `can_compute` is false.
+    """
     if column is None or column.complete:
         return False
     if not can_compute:

@@ -48,7 +48,11 @@ def publish(sweep: Sweep, page: bool) -> Table:
 
 
 def figures_of(sweep: Sweep, cell: Cell) -> Figures:
-    """Figures of a cell in the swept stage, also if its run has gone on since."""
+    """Returns the figures of a cell; one that is not finished has its `state` only.
+
+    They are those of the swept stage, even if the cell's run has gone on to later stages. `seconds_total` counts the
+    whole run.
+    """
     state = sweep.state(cell)
     if state != "finished":
         return {"state": state}

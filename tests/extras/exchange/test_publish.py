@@ -160,7 +160,7 @@ def test_a_token_that_the_model_lacks_is_named(finished_run: Path, tmp_path: Pat
     rewritten(stage, tables)
     words = "--from", tmp_path / "set", "--set", f"run.dir={tmp_path / 'b'}"
     ended = mugrpo("optimize", finished_run.parent / "recipe.toml", *words, code=2)
-    assert "the responses have token 1000000, and the model has" in ended.stderr
+    assert "the samples have token 1000000, and the model has" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
