@@ -97,7 +97,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def start_guard(scratch: str) -> IO[bytes]:
-    """Start a shell that cleans up once every copy of the returned file is closed, which this process's end does.
+    """Start a shell that cleans up once every copy of the returned file is closed, as when this process ends.
 
     It removes the shared memory that a file in `scratch` lists, and `scratch`, and kills this process group. SGLang's
     children also end with their parent (`kill_itself_when_parent_died`, utils/common.py), but only from seconds after
@@ -146,8 +146,8 @@ class GenerateCommand:
         self._tokens = 0
         """Number of tokens of finished requests."""
         self._closing = False
-        # Two threads use the blocking socket, so that a busy client blocks neither the event loop nor the reading of
-        # requests. They are daemons, so that a dying host does not wait for them.
+        # The channel's calls block. Two threads make them, so that a busy client blocks neither the event loop nor the
+        # reading of requests. They are daemons, so that a dying host does not wait for them.
         self._inbox: asyncio.Queue[Message] = asyncio.Queue()
         self._outbox: queue.SimpleQueue[Reply | None] = queue.SimpleQueue()
 
@@ -251,7 +251,7 @@ class GenerateCommand:
         return [{**parameters, "sampling_seed": seed} for seed in seeds]
 
     async def _report_progress(self) -> None:
-        """Send the engines' load every `PROGRESS_SECONDS` in which tokens were sampled."""
+        """Every `PROGRESS_SECONDS`, send the engines' load if tokens were sampled in the meantime."""
         before = 0
         while True:
             await asyncio.sleep(PROGRESS_SECONDS)
@@ -268,7 +268,7 @@ class GenerateCommand:
             self._flush()
 
     def _flush(self) -> None:
-        """Send the finished groups. A group with a missing or non-finite log-probability is sampled again instead."""
+        """Send the finished groups. A group with a missing or non-finite log-probability is asked for again instead."""
         finished, self._finished = self._finished, []
         packed = pack(finished, self._version, self._sampling) if finished else None
         # A stage with a log-probability that is missing or not finite could not be trained on.
@@ -283,7 +283,7 @@ class GenerateCommand:
             self._outbox.put(("groups", packed))
 
     def _ask_again(self, key: int) -> None:
-        """Sample the group of a request once more; ValueError if it has been answered `MOST_ANSWERS` times."""
+        """Ask the engine for the group of a request once more; ValueError if it has answered `MOST_ANSWERS` times."""
         if key not in self._unsent:  # the request was aborted meanwhile
             return
         request, answers = self._unsent[key]

@@ -131,7 +131,7 @@ def check_extra(extra: Mapping[str, Any]) -> None:
         if name in BY_RECIPE:
             raise UserError(f"{key}: this is decided by {BY_RECIPE[name]}; set that instead")
         if reason := next((reason for reason, names in BY_PROJECT.items() if name in names), ""):
-            raise UserError(f"{key}: this program sets it, because {reason} depends on it; remove the key")
+            raise UserError(f"{key}: this program decides it, because {reason} depends on it; remove the key")
 
 
 def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
@@ -213,8 +213,8 @@ def _cuda_arguments(spec: EngineSpec, gpu: int) -> dict[str, Any]:
     }
     if spec.dtype == "float32":
         arguments["attention_backend"] = "triton"  # SGLang's choice, FlashAttention 3, takes half precision only
-    # Turns on batch-invariant kernels, and the sampler that takes `sampling_seed` (layers/sampler.py).
     if spec.deterministic:
+        # This turns on batch-invariant kernels, and the sampler that takes `sampling_seed` (layers/sampler.py).
         arguments["enable_deterministic_inference"] = True
     return arguments
 
@@ -350,7 +350,7 @@ def _other_models(config: Mapping[str, Any]) -> list[str]:
 def training_sampling(
     rollout: RolloutSection, run: RunSection, tokenizer: PreTrainedTokenizerBase, routers: RouterShape | None
 ) -> Sampling:
-    """The sampling parameters of training responses; `routers` is what `replayed_routers` returns."""
+    """The sampling parameters of training responses. `routers`: if given, the reply has the experts of every token."""
     support_ids = returns_support_ids(rollout)
     return Sampling(
         rollout.temperature,
@@ -385,8 +385,8 @@ def sampling_note(rollout: RolloutSection) -> str:
         return ""
     return (
         "The engine samples from a part of the vocabulary, and engine and learner compute probabilities over the whole "
-        f"vocabulary, so importance ratios are not exact. Set rollout.top_k to {sglang_compat.most_support_ids()} or "
-        "less, with top_p as it is, and they are: the stage then stores the part."
+        "vocabulary, so importance ratios are not exact. To make them exact, set rollout.top_k to a number from 1 to "
+        f"{sglang_compat.most_support_ids()}, and leave top_p as it is: the stage then stores the part."
     )
 
 
@@ -418,8 +418,8 @@ def _stop_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 def prelaunch_host(section: EngineSection, model_dir: Path) -> Iterator[HostProcess | None]:
     """Start a host process that imports SGLang while this process imports Megatron; each import takes seconds.
 
-    Yields None on CUDA, where the learner loads first, and where `importing_host` does. The process is gone when the
-    block ends, whether an engine used it or not.
+    Yields None on CUDA, on a rank that starts no engine, and for an engine over several nodes. The process is gone when
+    the block ends, whether an engine used it or not.
     """
     # On CUDA the learner loads first, and importing SGLang may already take device memory.
     if may_find_cuda():
@@ -431,7 +431,7 @@ def prelaunch_host(section: EngineSection, model_dir: Path) -> Iterator[HostProc
 
 @contextmanager
 def importing_host(section: EngineSection, model_dir: Path, cuda: bool) -> Iterator[HostProcess | None]:
-    """Start the host process of this rank's engine, which imports SGLang during the block; it is gone at its end.
+    """Start the host process of this rank's engine, which imports SGLang during the block, and end it with the block.
 
     Yields None on a rank that starts no engine, and for an engine over several nodes, whose processes start only when
     its ranks have agreed on an address.

@@ -33,7 +33,7 @@ PORTS = 8
 
 @dataclass
 class PeerFailure:
-    """Shares the first failure of any of an engine's processes with all its nodes, for one start. Thread-safe."""
+    """Shares the first failure of an engine's processes with all of its nodes. Each start has its own. Thread-safe."""
 
     address: str = ""
     """HOST:PORT on the leader's node, at which SGLang's ranks meet."""
@@ -131,7 +131,11 @@ class FollowerNode:
     """
 
     def __init__(self, spec: EngineSpec, model_dir: Path, log: Path, slot: EngineSlot) -> None:
-        """Prepare the process, with its output in `log`; UserError if no engine can have the settings of `spec`."""
+        """Prepare the process, with its output in `log`.
+
+        Raises UserError if `model_dir` is not a checkpoint, if its positions are too few for the lengths of `spec`, or
+        if SGLang is not installed.
+        """
         self._section, self._cuda, self.slot, self.log = spec.section, finds_cuda(), slot, log
         self._arguments = engine_arguments(spec, model_dir, self._cuda, slot)
         self._environment = engine_environment(spec.section, model_dir, self._cuda, slot)

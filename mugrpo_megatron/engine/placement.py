@@ -48,7 +48,7 @@ def engine_slot(
 ) -> EngineSlot:
     """The slot of a rank; `cores` is the number of the node's CPU cores if engines run on CPU, and None on CUDA.
 
-    Raises UserError when the node's ranks cannot be divided into engines.
+    Raises UserError when the ranks of a node, or with `engine.nodes` above 1 the nodes, cannot be divided into engines.
     """
     if engine.nodes > 1:
         return _slot_across_nodes(engine, rank, world, local_world)

@@ -53,7 +53,7 @@ class Channel:
         """Send a message, and call `while_waiting`, which may raise, repeatedly while the other end does not read.
 
         Raises TimeoutError when the other end reads nothing for `silence_s`, OSError when it is closed. After either
-        the channel is unusable.
+        the channel is unusable. Without `silence_s` the wait has no limit, and `while_waiting` is not called.
         """
         content = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         with self._sending:
@@ -72,7 +72,7 @@ class Channel:
         """Return the next message, and call `while_waiting`, which may raise, repeatedly until it has come.
 
         Raises TimeoutError when the other end sends nothing for `silence_s`, even within a message; EOFError or OSError
-        when it is closed.
+        when it is closed. Without `silence_s` the wait has no limit, and `while_waiting` is not called.
         """
         (size,) = HEADER.unpack(self._read(HEADER.size, silence_s, while_waiting))
         message: Message = pickle.loads(self._read(size, silence_s, while_waiting))
@@ -100,7 +100,10 @@ class Channel:
         return content
 
     def _wait(self, event: int, silence_s: float | None, while_waiting: Callable[[], None]) -> None:
-        """Wait until the socket is ready for `event` or its other end is closed; TimeoutError after `silence_s`."""
+        """Wait until the socket is ready for `event` or its other end is closed.
+
+        Raises TimeoutError after `silence_s`. If it is None, waits for ever and does not call `while_waiting`.
+        """
         poll = select.poll()
         poll.register(self._socket, event)
         if silence_s is None:
@@ -179,9 +182,9 @@ class HostProcess:
     ) -> None:
         """Tell the process to start an `sglang.Engine` from each of `arguments`, with its output in `log`.
 
-        Returns at once. From now on every wait for the process calls both functions repeatedly: it ends with
-        EngineStopped once `cancelled` returns True, and with EngineFailure once `peer_failure` returns the failure of
-        another node.
+        Returns at once. From now on every wait for the process calls `cancelled` and `peer_failure` repeatedly. The
+        wait ends with EngineStopped once `cancelled` returns True, and with EngineFailure once `peer_failure` returns
+        the failure of another node.
         """
         self._log, self._cancelled, self._peer_failure = log, cancelled, peer_failure
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -252,10 +255,10 @@ class HostProcess:
                 (self._scratch / SHARED_MEMORY).write_text(names, encoding="utf-8")
 
     def end(self, patience_s: float = 0.0) -> None:
-        """Kill the process group unless the process exits by itself within `patience_s`, and remove its files.
+        """Wait up to `patience_s` for the process to exit, kill what is left of its process group, remove its files.
 
-        Returns when all processes of the group are gone, because their memory is free only then; at the latest after
-        `DEATH_SECONDS`.
+        Returns when all processes of the group are gone, because their memory is free only then; at the latest
+        `DEATH_SECONDS` after the kill.
         """
         if self._ended:  # the process has been reaped, so the id of its process group may belong to others by now
             return
@@ -290,7 +293,7 @@ class HostProcess:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         code = self._process.returncode
-        how = "without exiting" if code is None else signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        how = "no exit code yet" if code is None else signal.Signals(-code).name if code < 0 else f"exit code {code}"
         return self._failed(f"the engine's host process is gone ({how}) during {operation}")
 
     def _failed(self, cause: str) -> EngineFailure:
@@ -300,9 +303,10 @@ class HostProcess:
 
 
 def _scratch_folder() -> Scratch:
-    """Create a folder for sockets and short texts; UserError when nothing can be written to it.
+    """Create a folder for sockets and short texts, in the directory of TMPDIR.
 
-    It is in the directory of TMPDIR or, if that path is too long for a socket, in a directory with a short path.
+    If that path is too long for a socket, the folder is in another directory with a short path. Raises UserError when
+    TMPDIR cannot be written to, and when no directory that can be written to has a short path.
     """
     errors: list[str] = []
     for parent in (None, *SHORT_DIRECTORIES):

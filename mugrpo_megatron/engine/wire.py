@@ -4,7 +4,7 @@ A message is `(kind, value)`, pickled over an anonymous socket pair that only th
 
     client -> host            value                          host -> client
     start                     (arguments, log)               ready | refused text
-    load_bucket               bytes for each reader          result None
+    load_bucket               [bytes], one a rank            result None
     set_version               int                            result None
     sleep, wake               memory tags                    result None
     checksums                 None                           result [TensorChecksums]
@@ -97,7 +97,7 @@ class Request:
     ids: list[int]
     n: int
     seed_key: int | str = 0
-    """Names the prompt in a random stream: its index in the stage or held-out set, for an episode with the episode's
+    """Names the prompt in a random stream: its index in the stage or held-out set; for an episode, also the episode's
     number and turn."""
     max_tokens: int | None = None
     """The largest number of tokens of this request's responses; None for `Sampling.max_tokens`."""
@@ -129,7 +129,7 @@ class PackedGroups:
     """uint8 [responses]: index into FINISH_REASONS."""
     weight_version: int
     routes: np.ndarray | None = None
-    """uint8 or uint16 [routed tokens, layers, k] of all responses."""
+    """uint8 or uint16 [routed tokens, layers, k]: the experts of each token, for all responses."""
     route_lengths: np.ndarray | None = None
     """int64 [responses]: number of tokens in `routes` of each response, those of its prompt included."""
     support_ids: np.ndarray | None = None
@@ -284,7 +284,7 @@ def _support_from_masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.
     if not len(masks) == len(logprobs) == tokens:
         raise ValueError(
             f"SGLang returned {len(masks)} sampler masks and {len(logprobs)} logprobs for {tokens} tokens; each token "
-            "needs one of both"
+            "needs a mask and a logprob"
         )
     lengths = np.array([len(mask) for mask in masks], dtype=np.int64)
     support_ids = np.full((tokens, int(lengths.max(initial=1))), PADDING, dtype=np.int32)
@@ -295,7 +295,7 @@ def _support_from_masks(outputs: list[dict[str, Any]], tokens: int) -> tuple[np.
 def _support_from_top_logprobs(
     outputs: list[dict[str, Any]], ids: np.ndarray, logprobs: np.ndarray, sampling: Sampling
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Read what `top_p_support` returns from the top logprobs that SGLang returns with each token."""
+    """Compute support ids and logprobs, as `top_p_support` returns them, from SGLang's top logprobs of each token."""
     tops = [entries for output in outputs for entries in output["meta_info"]["output_top_logprobs"]]
     if len(tops) != len(ids):
         raise ValueError(

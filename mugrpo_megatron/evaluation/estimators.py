@@ -104,7 +104,7 @@ def macro_average(intervals: Sequence[Interval]) -> Interval:
     value = sum(i.value for i in intervals) / sets
     below = math.hypot(*(i.value - i.low for i in intervals)) / sets
     above = math.hypot(*(i.high - i.value for i in intervals)) / sets
-    # Otherwise, by rounding, the interval over a single set could be wider than that set's own.
+    # Without these bounds, rounding could make the interval over a single set wider than that set's own.
     low, high = (sum(ends) / sets for ends in zip(*((i.low, i.high) for i in intervals), strict=True))
     return Interval(value, max(low, value - below), min(high, value + above))
 

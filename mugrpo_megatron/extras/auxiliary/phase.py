@@ -34,7 +34,7 @@ def score_stage(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -
     If a column is missing, the learner is offloaded and stays so. Each update's part of a column goes to disk when it
     is finished, so a killed or stopped run computes only what is missing. Waits for processes without a learner that
     score the stage (`shard.py`), and takes over their parts. Raises UserError when an auxiliary model's weights are not
-    those that computed its earlier columns, and what `scoring.run_job` raises.
+    those that computed its earlier columns; EngineFailure and Stopped as `scoring.run_job` does.
     """
     for auxiliary in auxiliaries_of(run.recipe, run.directory, store, cursor.stage):
         jobs = []

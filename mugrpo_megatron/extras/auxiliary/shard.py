@@ -35,8 +35,8 @@ class ShardScoring:
     def score(self) -> None:
         """Have the recipe's auxiliary models compute the shard's missing parts.
 
-        Does nothing while the run itself scores the stage. Raises what `scoring.auxiliaries_of` and `scoring.run_job`
-        raise.
+        Does nothing but print a sentence while the run itself scores the stage. Raises UserError when a model's weights
+        have changed since an earlier column; EngineFailure and Stopped as `scoring.run_job` does.
         """
         stage = self.cursor.stage
         try:
@@ -46,7 +46,7 @@ class ShardScoring:
                         if self._missing(job):
                             self._score(auxiliary, job)
         except InUse:
-            self.run.display.say(f"the run itself has stage {stage} scored by its auxiliary models")
+            self.run.display.say(f"this process does nothing, since the run itself scores stage {stage} now")
 
     def _missing(self, job: Job) -> list[int]:
         return [update for update in job.parts.missing() if update % self.slot.engines == self.slot.number]
@@ -64,7 +64,7 @@ class ShardScoring:
             engine.stop()
 
     def merge(self) -> str:
-        """Merge the parts of each complete column; return a phrase that names what the stage still lacks, or "".
+        """Merge the parts of each column that has all of them; return a phrase for what the stage still lacks, or "".
 
         While other processes score the stage, parts are left alone: the last of these processes merges them.
         """

@@ -53,7 +53,7 @@ ALIKE = {"data": "training data", "reward": "reward", "eval": "evaluation"}
 
 
 def write_comparison(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write a page that compares the runs to `path`.
+    """Write to `path` a page that compares the runs; returns `path`.
 
     Raises UserError when one is not a run directory, when two of them are the same, and when `path` exists and is not
     such a page.
@@ -123,8 +123,8 @@ def _short(key: str) -> str:
 
 
 def distinguishing_settings(runs: Sequence[RunData]) -> list[str]:
-    """The settings that label the runs: each of `differences` that tells runs apart which those chosen before it do
-    not."""
+    """The settings that label the runs. A setting of `differences` is chosen if it tells apart runs that the settings
+    chosen before it do not."""
     chosen: list[str] = []
 
     def apart(keys: Sequence[str]) -> int:

@@ -94,7 +94,7 @@ def axes(ends: Ends) -> dict[str, Any]:
 def _common(ends: Ends, curve: Curve) -> list[float]:
     """The times, in seconds, of the evaluations at which a run can be compared with the first run.
 
-    These are the run's evaluations at times before whose last quarter both runs had an evaluation.
+    An evaluation at time t counts if both runs had an evaluation before 3/4 t, and the first run has one at t or later.
     """
     begin = max(curve.spent[0], ends.seconds[0].spent[0]) / QUARTER
     return [at for at in curve.spent.tolist() if max(begin, 1e-9) < at <= ends.seconds[0].end]

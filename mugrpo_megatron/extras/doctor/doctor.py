@@ -39,7 +39,7 @@ SETUP_CUDA = f"{SETUP} --cuda" if IN_CHECKOUT else 'pip install "mugrpo-megatron
 FIX = SETUP if IN_CHECKOUT else "mugrpo doctor --fix"
 """Commands that install what is missing: a checkout has the script, a wheel has pip and this command."""
 MARKS = {"ok": ("✓", "green"), "absent": ("·", "dim"), "broken": ("!", "yellow")}
-"""State of a component -> its mark and colour; a missing component that training needs has a red cross instead."""
+"""State of a component -> its mark and colour. A component that training needs has a red cross unless it is ok."""
 WIDTHS = (1, 18, 25, 33)
 """Widths of the columns mark, name, detail and use; with a space between them they fill 80."""
 IMPORT_ALL = """
@@ -58,8 +58,7 @@ for module in sys.argv[1:]:
     except BaseException as error:
         print(json.dumps(f"{type(error).__name__}: {error}".splitlines()[0]), flush=True)
 """
-"""Script that imports modules in a process of its own: an import may crash, and one process may fail to import both
-Megatron and SGLang."""
+"""Script that imports modules and prints the error of each. It runs in a process of its own: an import may crash."""
 
 
 class Package(NamedTuple):

@@ -109,8 +109,8 @@ def next_stage(directory: RunDirectory, model: ModelSection, schedule: ScheduleS
     newest = complete[-1] if complete else checkpoint_name(Cursor())
     if newest > checkpoint_name(cursor or Cursor()) or (cursor and cursor.age):
         raise UserError(
-            f"{directory.path} is at {newest}, but its hf/ holds {checkpoint_name(cursor) if cursor else 'nothing'}: "
-            "finish the stage with `mugrpo optimize`, which writes hf/"
+            f"{directory.path} is at {newest}, and its hf/ holds {checkpoint_name(cursor) if cursor else 'nothing'}: "
+            "finish the stage with `mugrpo optimize`, which writes the weights at its end to hf/"
         )
     if cursor is None:
         cursor, weights = Cursor(), model.directory

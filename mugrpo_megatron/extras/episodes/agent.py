@@ -200,8 +200,8 @@ def _cut_result(output: Path, code: int) -> dict[str, Any]:
 def _result(output: Path) -> dict[str, Any]:
     """The episode's result, read from the end of its program's output. Raises TypeError or ValueError if it is invalid.
 
-    The reward is `reward`, or `score` if there is no `reward`. If both are there, `score` is a component. `answer` is
-    what the verifier scores: a text as it is, another value as JSON.
+    The reward is `reward`, or `score` if there is no `reward`, or None if there is neither. If both are there, `score`
+    is a component. `answer` is what the verifier scores: a text as it is, another value as JSON.
     """
     said = _said(*_tail(output))
     answer, reward, score = (said.pop(name, None) for name in ("answer", "reward", "score"))

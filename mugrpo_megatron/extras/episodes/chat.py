@@ -42,9 +42,10 @@ MOST_CALLS = 128
 MOST_RENDERED = 2 * MOST_BYTES
 """Most bytes to which a template may render a request; templates may escape texts, or write them twice."""
 PIECE = 2
-"""The tokens of a long text are counted in pieces of this many characters for each token of the longest context."""
+"""The tokens of a long text are counted piece by piece. A piece has the longest context's tokens times so many
+characters."""
 CUT_TOKENS = 64
-"""Most tokens that the two cuts may add to a piece; so many tokens of each piece are not counted."""
+"""Most tokens that the cuts at its two ends may add to such a piece; so many tokens of each piece are not counted."""
 REFUSAL_CHARS = 300
 """Most characters of a chat template's own error that a program reads."""
 SHOWN_CHARS = 100

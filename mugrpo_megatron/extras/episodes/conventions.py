@@ -1,6 +1,6 @@
 """The forms that `rollout.function` may have: our own and slime's, recognised by parameter names, and TRL's classes.
 
-A file of slime's runs here once its three imports name this module:
+A file that was written for slime works here once its three imports name this module:
 
     from mugrpo_megatron.extras.episodes.conventions import GenerateState, SlimeSample as Sample, post
 """

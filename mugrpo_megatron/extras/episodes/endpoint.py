@@ -1,7 +1,7 @@
 """Serves the part of OpenAI's chat API that programs need; each session has an address and a key of its own.
 
 The endpoint is an ASGI application. It knows neither tokens nor the engine: it translates a request into a call of
-`Session.ask`, and the message that returns into OpenAI's form. A key of a request is used, has no effect
+`Session.ask`, and the model's message into OpenAI's form. A key of a request is used, has no effect
 (`WITHOUT_EFFECT`, and the values in `NEUTRAL`), or is refused; docs/episodes.md has the table.
 """
 
@@ -100,7 +100,7 @@ class Session:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     calls: int = 0
     requests: int = 0
-    """Requests that are read or wait for an answer."""
+    """Number of requests that are being read or wait for an answer."""
     limit: str | None = None
     """What has ended the session: the recipe key of a limit, or a phrase about refused requests."""
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -117,7 +117,7 @@ class Session:
         self.over.set()
 
     def refuse(self) -> None:
-        """Count a refused request: each one costs work of the engine's leader, so a session may have MOST_REFUSED."""
+        """Count a refused request, and end the session at MOST_REFUSED: each costs work of the engine's leader."""
         self.refused += 1
         if self.refused >= MOST_REFUSED:
             self.end(f"{MOST_REFUSED} refused requests")
@@ -377,7 +377,7 @@ def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     given, names = body.get("messages"), dict[Any, str]()
     if not isinstance(given, list) or not given:
-        raise Refused("messages is not a list of messages", param="messages")
+        raise Refused("messages is empty, or not a list of messages", param="messages")
     try:
         messages = [dict(message) for message in messages_of(list(map(_with_text, given)))]
     except ValueError as error:

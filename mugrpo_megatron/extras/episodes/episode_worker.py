@@ -128,7 +128,7 @@ class _Worker:
             try:
                 self._write(text)
                 return await future
-            except asyncio.CancelledError:  # a program has closed the connection of this request
+            except asyncio.CancelledError:  # a program has closed its connection, or the episode is cancelled
                 if self._pending.pop(number, None) and key in self._episodes:
                     self._send({"drop": key, "request": number})
                 raise

@@ -72,7 +72,7 @@ class Episodes:
         self._pool = Pool(options, recipe.episodes, limit, self._programs)
         self._keys = itertools.count()
         self.busy_s, self.total_s = 0.0, 0.0
-        """Seconds in which the engine had a request, and all seconds."""
+        """Seconds of `generate` in which the engine had a request, and all seconds of `generate`."""
 
     def close(self) -> None:
         self._pool.close()
@@ -231,7 +231,10 @@ class Episodes:
             except TooLong:
                 if not episode.trajectories:
                     most = self._recipe.data.max_prompt_tokens
-                    raise ValueError(f"its prompt is longer than data.max_prompt_tokens = {most}; raise it") from None
+                    raise ValueError(
+                        f"the episode's first request is too long for data.max_prompt_tokens = {most}: raise that key, "
+                        "or shorten the request"
+                    ) from None
         if room < 1:
             self._end(process, episode, message)
             return

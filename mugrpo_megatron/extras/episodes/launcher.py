@@ -161,7 +161,7 @@ def _become(
         try:
             _open_files(directory)
         except OSError as error:
-            _say(session, f"the program's files are gone ({exception_text(error)})")
+            _say(session, f"the program's files cannot be opened ({exception_text(error)})")
             raise
         session.close()
         _enter(directory, message["environment"], memory, is_command)

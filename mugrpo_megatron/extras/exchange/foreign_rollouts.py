@@ -113,7 +113,7 @@ def _check_even(path: Path, groups: list[list[ForeignRollout]]) -> None:
     for group in groups:
         if any(not np.array_equal(rollout.prompt_ids, group[0].prompt_ids) for rollout in group):
             raise UserError(
-                f"{group[0].location}: the responses of its group have different prompts; give each prompt another "
+                f"{group[0].location}: the responses of its group have different prompts; give each prompt its own "
                 "value of `group`"
             )
         for name in ("logprobs", "loss_mask"):

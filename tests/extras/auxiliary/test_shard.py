@@ -79,7 +79,7 @@ def test_a_shard_leaves_the_stage_to_the_run_that_scores_it(
         shard_of(run, 0, 1).score()
         assert shard_of(run, 0, 1).merge() == "what other processes are computing now"
     assert answers.starts == 0
-    assert run.said == ["the run itself has stage 0 scored by its auxiliary models"]
+    assert run.said == ["this process does nothing, since the run itself scores stage 0 now"]
 
 
 @pytest.mark.process

@@ -89,7 +89,7 @@ def test_a_run_begins_with_the_model_and_goes_on_with_its_hf(tmp_path: Path) -> 
         return state.parent
 
     checkpoint(Cursor(1, 0, 3))
-    with pytest.raises(UserError, match="is at stage00001-age00000, but its hf/ holds nothing"):
+    with pytest.raises(UserError, match="is at stage00001-age00000, and its hf/ holds nothing"):
         next_stage(directory, recipe.model, recipe.schedule)
     directory.hf.mkdir()
     write_json(directory.hf / PROVENANCE, provenance(first.record))
