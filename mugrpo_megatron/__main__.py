@@ -3,9 +3,9 @@
 import os
 import sys
 
-# `python -m` looks for modules in the current directory first, so a file there would be imported in place of a library
-# of the same name, or of an optional one that is not installed. `load_function` appends the directory when it is
-# needed.
+# `python -m` puts the current directory first in `sys.path`, so a file there would be imported in place of a library of
+# the same name, or of an optional one that is not installed. Therefore the directory is removed. `load_function`
+# appends it when a user's function may be in it.
 if not sys.flags.safe_path and sys.path[0] == os.getcwd():
     del sys.path[0]
 

@@ -49,7 +49,8 @@ def group_advantages(
     Returns:
         float32 [N].
 
-    Raises FunctionFailure when a user's function fails or does not return N finite numbers.
+    Raises FunctionFailure when a user's function fails, or does not return a finite number for each response that has a
+    reward.
     """
     if config.has_user_advantage:
         return _user_advantages(rewards, groups, config, samples)
@@ -83,8 +84,8 @@ def _user_advantages(
     """
     if len(rewards) != len(samples):
         raise ValueError(
-            f"objective.advantage = {config.advantage} reads the samples: pass one for each of the {len(rewards)} "
-            f"rewards, not {len(samples)}"
+            f"objective.advantage = {config.advantage} reads the samples: pass one sample for each of the "
+            f"{len(rewards)} rewards, not {len(samples)}"
         )
     name = f"objective.advantage = {config.advantage}"
     function = load_function("objective.advantage", config.advantage)

@@ -173,7 +173,7 @@ def user_metrics(tokens: TokenBatch, config: ObjectiveSection) -> dict[str, floa
             raise FunctionFailure(f"{source} returned the name {name!r}; a name may have letters, digits, - and _ only")
         try:
             values_by_name[USER_PREFIX + name] = float(value)
-        except Exception:  # the function returned a tensor of several numbers, or a number too large for a float
+        except Exception:  # no number, a tensor of several, or an integer too large for a float
             kind = type(value).__name__
             raise FunctionFailure(f"{source} returned {name} as {kind}; it has to be one number") from None
     return values_by_name

@@ -27,7 +27,7 @@ def keep_mask(
 
     Args:
         log_ratio: [T] log of current over behaviour probability; no gradient flows through a mask.
-        advantage: [T], as in `veto.veto`.
+        advantage: [T], for each token the advantage of its response, without a teacher's part.
         log_drop: [], nats: tokens whose log-ratio is larger than this in magnitude are dropped.
         state: the veto's `initial_state`, or its state after the earlier tokens of the same responses.
     """

@@ -110,11 +110,12 @@ def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatist
 def token_advantage(
     advantage: Tensor, logprobs: Tensor, behaviour: Tensor, teacher: Tensor | None, config: ObjectiveSection
 ) -> Tensor:
-    """The advantage of each token [T]: A - `teacher_coef` (log pi - log teacher); without a teacher A, `advantage` [T].
+    """The advantage of each token [T]: A - `teacher_coef` (log pi - log teacher), where A is `advantage` [T].
 
-    pi is the current policy if `teacher_policy` is "current", else the behaviour policy. Under the importance ratio,
-    the mean gradient of -A_t log pi with the current policy is the gradient of the reverse KL(pi | teacher) of a token
-    given its prefix, at any staleness (on-policy distillation, arXiv 2306.13649; slime's `opd_kl_coef`).
+    Without a teacher it is A. pi is the current policy if `teacher_policy` is "current", else the behaviour policy.
+    With the current policy, and weighted by the importance ratio, the teacher's part of -A_t log pi has as its mean
+    gradient `teacher_coef` times the gradient of the reverse KL(pi | teacher) of a token given its prefix, at any
+    staleness (on-policy distillation, arXiv 2306.13649; slime's `opd_kl_coef`).
     """
     if teacher is None or not config.teacher_coef:
         return advantage

@@ -60,8 +60,8 @@ class VetoState:
     first_trigger: Tensor
     """int64 [N]: κ of each response, the position of its first trigger so far, `NEVER` without one."""
     log_prefix: Tensor
-    """float64 [N]: the sum of each response's log-ratios so far; with `prefix_min` the smallest of 0 and these
-    log-ratios."""
+    """float64 [N]: with `prefix` the sum of each response's log-ratios so far, with `prefix_min` the smallest of 0 and
+    these log-ratios; with other values of `objective.veto` it stays 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ Measured with SGLang on CPU and small random models: below 4e-7 in float32; in b
 (Qwen3-MoE). The bounds of float16 and fp8 are estimates: no engine on CPU multiplies in fp8.
 """
 GROWS = 3.0
-"""If the mean difference in the last quarter of the texts is at least this many times that in the first quarter, it
-counts as growing with the position."""
+"""If the mean difference over the last quarters of all texts is at least this many times that over their first
+quarters, it counts as growing with the position."""
 
 
 class Agreement(NamedTuple):
@@ -29,8 +29,8 @@ class Agreement(NamedTuple):
     """Mean of |engine - learner| in nats a token; NaN if a log-probability is not finite."""
     tokens: int
     growth: float
-    """The mean of |engine - learner| over the last quarter of each text, divided by that over the first quarter; 1 if
-    the latter is 0."""
+    """The mean of |engine - learner| over the last quarters of all texts, divided by that over their first quarters; 1
+    if the latter is 0."""
 
 
 def agreement(engine: Sequence[np.ndarray], learner: Sequence[np.ndarray]) -> Agreement:
@@ -58,7 +58,8 @@ def bound(dtype: str, fp8: bool = False) -> float:
 
 
 def disagreement(found: Agreement, most: float, unread: Sequence[str] = ()) -> str:
-    """Return a sentence with the likely cause if engine and learner are more than `most` nats a token apart, else "".
+    """Return a sentence with the likely cause if engine and learner are more than `most` nats a token apart, or if a
+    log-probability is not finite; else "".
 
     `unread`: names of fields of config.json that this project ignores, because it takes them to have no effect.
     """

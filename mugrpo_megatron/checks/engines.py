@@ -102,8 +102,8 @@ def _yarn_positions(setup: EngineSetup) -> int:
 
 
 def _other_yarn(setup: EngineSetup) -> str:
-    """Returns the two keys with which SGLang scales attention as the config asks, if SGLang scales it otherwise now;
-    else "".
+    """Returns, as text, the two keys to set so that SGLang scales attention as the config asks; "" if it does so
+    already.
 
     SGLang multiplies the scale that follows from YaRN's factor by `attn_factor` (layers/rotary_embedding/yarn.py). It
     does not read `attention_factor`, which learner and transformers read.
@@ -140,8 +140,8 @@ def _null_rope(setup: EngineSetup) -> str:
 def _other_class(setup: EngineSetup) -> str:
     """Returns, as a part of the gap's sentence, the config's `architectures` and the class that SGLang needs there.
 
-    "" if they agree or the config lacks one of the keys. SGLang chooses the model's class by `architectures`, not by
-    `model_type`.
+    "" if the two agree, if the config lacks `model_type` or `architectures`, or if the model type is unknown. SGLang
+    chooses the model's class by `architectures`, not by `model_type`.
     """
     family, named = setup.model.get("model_type", ""), setup.model.get("architectures")
     expected = ENGINE_CLASSES.get(CLASSES.get(family, family))
@@ -158,10 +158,10 @@ def _other_head_dim(setup: EngineSetup) -> bool:
 
 
 def _broken_blocks(setup: EngineSetup) -> str:
-    """Returns, as text, the matrix dimensions of which a tensor parallel rank's share is no multiple of an fp8 block;
-    "" if there are none.
+    """Returns, as text, the matrix dimensions whose share on a tensor parallel rank is no multiple of `BLOCK`; "" if
+    there are none, or if the engine does not multiply in fp8.
 
-    SGLang requires multiples (layers/quantization/fp8.py).
+    In fp8 SGLang requires multiples (layers/quantization/fp8.py).
     """
     model, tensor = setup.model, setup.recipe.engine.tensor
     heads = model.get("num_attention_heads") or 1
@@ -407,7 +407,7 @@ def gap_messages(gaps: Iterable[Gap], setup: EngineSetup) -> Iterator[str]:
 
 
 def engine_problems(setup: EngineSetup) -> Iterator[str]:
-    """Yields a sentence for each reason why an engine on any device cannot do what the recipe asks."""
+    """Yields a sentence for each reason why an engine cannot do what the recipe asks, whatever its device is."""
     yield from gap_messages(GAPS, setup)
 
 
@@ -424,7 +424,7 @@ def depends_on_device(setup: EngineSetup) -> bool:
 
 
 def check_without_sync(setup: EngineSetup) -> None:
-    """Raise UserError when an engine alone cannot do what the recipe asks, since it needs a learner that syncs weights
+    """Raise UserError when the recipe asks for something that an engine cannot do without a learner that syncs weights
     to it (SYNC_GAPS)."""
     for problem in gap_messages(SYNC_GAPS, setup):
         raise UserError(problem)

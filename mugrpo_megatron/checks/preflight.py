@@ -242,7 +242,7 @@ def check_warm_start(recipe: Recipe, say: Say = lambda line: None) -> Recipe:
     With `sft.train` the model of the returned recipe is on this machine.
     """
     if recipe.sft.train is None:
-        if recipe.data.train not in TASKS:  # a math data set has golds, but no answers to imitate
+        if recipe.data.train not in TASKS:  # other problems have golds, but no responses to imitate
             raise UserError(
                 f'data.train = "{recipe.data.train}": without sft.train, `mugrpo sft` trains a new model on a bundled '
                 f"task; set data.train to one of {', '.join(TASKS)}, or name rows of prompts and responses with "
@@ -354,7 +354,10 @@ def _check_command(agent: str) -> None:
     try:
         words = shlex.split(agent)
     except ValueError as error:
-        raise UserError(f"rollout.agent {agent!r} cannot be split into words ({error}); close its quotes") from None
+        raise UserError(
+            f"rollout.agent {agent!r} cannot be split into words ({error}); close its quotes, or remove the backslash "
+            "at its end"
+        ) from None
     # The folder of this interpreter is searched too, since the agent's PATH will begin with it
     # (extras/episodes/environment.py).
     paths = (None, os.path.dirname(os.path.abspath(sys.executable)))

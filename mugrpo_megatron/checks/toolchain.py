@@ -60,7 +60,7 @@ class Tool:
 
 
 def tools(environment: Mapping[str, str], include: Path, glibc: str) -> list[Tool]:
-    """Returns every tool, found by the `PATH`, `CUDA_HOME`, `CXX` and `CC` of `environment`.
+    """Returns every tool, found by the variables `PATH`, `CUDA_HOME`, `CUDA_PATH`, `CXX` and `CC` of `environment`.
 
     include: folder of Python's C headers. glibc: value of `os.confstr("CS_GNU_LIBC_VERSION")`, such as "glibc 2.36".
     """
@@ -107,7 +107,7 @@ def _glibc(confstr: str) -> Tool:
 
 
 def _nvcc(environment: Mapping[str, str], path: str) -> Tool:
-    """Returns the compiler that SGLang will use: of CUDA_HOME, else on PATH, else in TOOLKIT."""
+    """Returns the compiler that SGLang will use: in CUDA_HOME, else CUDA_PATH, else on PATH, else in TOOLKIT."""
     use = f"CUDA {CUDA}: compiles SGLang's kernels"
     remedy = f"install the CUDA {CUDA} toolkit (on clusters: module load cuda/{CUDA}), or point CUDA_HOME at it"
     home = environment.get("CUDA_HOME") or environment.get("CUDA_PATH")

@@ -19,7 +19,7 @@ from mugrpo_megatron.samples import Sample
 from mugrpo_megatron.terminal import visible
 
 WIDE = 120
-"""Columns from which the table has room for prompts and finish reasons."""
+"""Width of the screen, in characters, from which the table has room for prompts and finish reasons."""
 CLIP = 48
 """Most characters of a prompt and of a response in a wide table."""
 SHORT = 12

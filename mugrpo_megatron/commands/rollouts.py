@@ -80,8 +80,8 @@ class RolloutFilter:
             and (self.max_reward is None or sample.reward <= self.max_reward)
             and (self.right is None or (reward_before_penalty(sample.reward, sample.components) >= RIGHT) is self.right)
             and (self.advantage is None or np.sign(advantage) == SIGNS[self.advantage])
-            # The veto drops no token of a response with advantage 0. With `prefix_signs = "both"` it may drop tokens of
-            # a response with positive advantage, so these pass.
+            # With advantage 0 a response has no policy loss from which tokens could be dropped. One with positive
+            # advantage passes, because with `prefix_signs = "both"` the veto acts on it too.
             and (not self.vetoed or advantage != 0)
         )
 

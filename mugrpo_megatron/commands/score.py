@@ -84,7 +84,7 @@ def run(
     overwrite: bool = False,
     opening: str = "",
 ) -> ScoreSummary:
-    """Score rows {"response", "answer", ...} of a JSONL or Parquet file into `output_path`, one JSON object a line.
+    """Score the rows {"response", "answer", ...} of a file (`data.files`) into `output_path`, one JSON object a line.
 
     Each row gains `reward`, `extracted`, `why`, `seconds` and `components`; its other columns stay, as `to_json_value`
     writes them. Its gold (`answer`) is read as in training: text, `#### 42`, a box, a number, a list of them. `opening`
@@ -136,7 +136,7 @@ def run(
 def opening_of_prompts(recipe: Recipe) -> str:
     """The tag with which the prompt style or the chat template opens a thought, such as `<think>`.
 
-    Empty if it opens none, or if the model is not on this machine.
+    Empty if it opens none, or if the prompts depend on the model's tokenizer and the model is not on this machine.
     """
     model = recipe.model.directory
     problem = Problem("a question", "1+1", "2")

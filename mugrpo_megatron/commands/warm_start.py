@@ -21,9 +21,9 @@ RECIPE = "recipe.toml"
 
 
 def check_warm_start_output(recipe: Recipe) -> None:
-    """Raise UserError unless `mugrpo sft` can write `sft.output`, and may.
+    """Raise UserError if `mugrpo sft` cannot write `sft.output`, or must not.
 
-    `mugrpo sft` may not replace another recipe's result, or an hf/ that it did not write.
+    It must not replace another recipe's result, or an hf/ that it did not write.
     """
     is_warm_started(recipe)
 

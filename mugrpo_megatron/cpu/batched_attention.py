@@ -13,9 +13,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 BATCH_TOKENS = 1 << 14
-"""The largest number of key tokens in a call, padding included: its keys and values then fit the processor's cache."""
+"""The largest number of key tokens in a call for several sequences, padding included: its keys and values then fit the
+processor's cache. A sequence with more has a call of its own."""
 BATCH_SCORES = 1 << 24
-"""The largest number of attention scores (padded queries x padded keys) in a call; it limits the size of the mask."""
+"""The largest number of attention scores (padded queries x padded keys) in a call for several sequences; it limits the
+size of the mask."""
 USEFUL_FRACTION = 0.75
 """A sequence with fewer keys than this fraction of those of the batch's longest sequence starts a new batch."""
 

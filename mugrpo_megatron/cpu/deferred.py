@@ -76,7 +76,7 @@ class _Placeholder(ModuleType):
         self.__dict__.update(names)
 
     def __getattr__(self, name: str) -> Any:
-        # The import system asks for such names, and expects an AttributeError if a module has none.
+        # The import system asks a module for names such as `__path__`, and expects an AttributeError for a missing one.
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(_real(self.__name__), name)

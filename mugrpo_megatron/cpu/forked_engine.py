@@ -109,7 +109,7 @@ class CpuEngine(Engine):
     """An engine whose schedulers use BatchedAttention, with functions in C if their `library` could be built.
 
     Its processes are forked. SGLang would spawn them, and each would spend ten CPU seconds on imports that this process
-    has done. OpenMP's threads do not survive a fork, and this process has not used them before.
+    has done. A fork loses OpenMP's threads; this does no harm, because this process has not used them before.
     """
 
     def __init__(self, library: ctypes.CDLL | None = None, **arguments: Any) -> None:

@@ -114,7 +114,7 @@ class Kernels:
         lengths: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Compute attention of one query [Hq, D] of each sequence i, of B, to the sequence's first `lengths[i]` tokens.
+        """Compute attention for B sequences: one query [Hq, D] of sequence i attends to its first `lengths[i]` tokens.
 
         Position p of sequence i is row `slots[requests[i], p]` of keys and values [rows, Hkv, D]. `query` is [B, Hq,
         D], `slots` int32 [requests, positions], `requests` and `lengths` int64 [B]. Returns [B, Hq, D].

@@ -76,7 +76,7 @@ def replica_arguments(arguments: dict[str, Any], replicas: int) -> list[dict[str
 def engine_type() -> Callable[..., Any]:
     """Import SGLang, and return a function that makes a `CpuEngine` from SGLang's arguments.
 
-    If there is a C compiler, it builds the functions in C that the engine decodes with while SGLang is imported.
+    A C compiler, if there is one, builds the functions that the engine decodes with; it runs while SGLang is imported.
     """
     from mugrpo_megatron.cpu.kernels import Build
 

@@ -77,11 +77,11 @@ class Sequences:
 def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     """Read the rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
 
-    A row has a prompt (`prompt`, `question` or `problem`; text or messages) and a response. The response is text or
+    A row has a prompt, text or messages in one of the columns `QUESTIONS`, and a response. The response is text or
     messages in one of the columns `RESPONSES`, where each message of the assistant is a response; or the last turn of a
     chat (`CHATS`); or else one of `SOLUTIONS`. If turns of the assistant in a chat have a `weight`, every turn of the
     assistant with another weight than 0 is a response. A prompt without a system turn gets `data.system_prompt`, as in
-    RL. Raises UserError that names malformed rows, unless `data.strict` is false, and for a source without any row.
+    RL. Raises UserError that names malformed rows, unless `data.strict` is false, and when no row is usable.
     """
     rows_read: list[Demonstration] = []
     malformed: list[str] = []
@@ -171,7 +171,7 @@ def _demonstrations(row: dict[str, Any] | str, source: str, problem_id: str) -> 
     else:
         raise ValueError(f"field {columns.answer!r} holds {kind_of(said)}, where the text of a response belongs")
     if not all(example.response.strip() or example.reply for example in examples):
-        raise ValueError(f"field {columns.answer!r} is empty")
+        raise ValueError(f"field {columns.answer!r} has an empty response")
     column = columns.question if columns.answer == CONVERSATION else columns.answer
     return [replace(example, column=column, unread=unread) for example in examples]
 
@@ -208,7 +208,8 @@ def _columns_read(examples: list[Demonstration]) -> list[str]:
 def _columns(row: dict[str, Any]) -> ColumnPaths:
     response = next((name for name in RESPONSES if has(row, name) and not is_empty(field_at(row, name))), None)
     chat = next((name for name in CHATS if _ends_with_response(row.get(name))), None)
-    # A chat comes first: a row of OpenR1 has one with the model's response, beside a solution that a person wrote.
+    # A chat comes before `SOLUTIONS`: a row of OpenR1 has a chat with the model's response, and a solution that a
+    # person wrote.
     if chat and not response:
         return ColumnPaths(chat, CONVERSATION)
     question = question_column(row)

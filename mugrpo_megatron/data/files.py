@@ -237,7 +237,7 @@ CONVERSATION = "the last message"
 
 
 RESPONSES = ("response", "completion", "output", "completions")
-"""Columns of a response, to imitate or to score; the first present counts."""
+"""Columns of a response, in the order in which they are looked for; one that is null does not count."""
 TESTS = ("tests", "test_cases", "test_list", "input_output", "public_tests")
 """Columns of tests for a program; they are golds for reward functions that accept any value."""
 NO_GOLD = ""
@@ -269,7 +269,10 @@ def question_column(row: Mapping[str, Any]) -> str | None:
 
 
 def gold_column(row: dict[str, Any], any_gold: bool) -> str:
-    """The row's first column with a usual name of a gold, "" without one; `any_gold` includes columns of tests."""
+    """The row's first column with a usual name of a gold that is not empty, else one that is not null, else "".
+
+    `any_gold` includes columns of tests.
+    """
     names = (*ANSWERS, *TESTS) if any_gold else ANSWERS
     filled = next((name for name in names if has(row, name) and not is_empty(field_at(row, name))), "")
     return filled or next((name for name in names if has(row, name)), "")

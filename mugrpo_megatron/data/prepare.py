@@ -146,7 +146,7 @@ class PreparedData:
     held_out: FittingPrompts
     """Problems of all sets, concatenated; a problem's `source` is its set's name."""
     notes: list[str]
-    """A sentence for each omission or suspicion."""
+    """Sentences about what was left out or looks wrong, and the first prompt."""
 
 
 def prepare(
@@ -254,7 +254,7 @@ def usable_problems(
     """Read the problems of well-formed rows whose golds can be used for scoring (`unusable_golds`).
 
     Adds a sentence to `notes` for each row that is left out, up to MOST_NAMED of a kind. With `data.strict` a malformed
-    row or an unusable gold raises UserError instead. Golds of bundled tasks are not checked.
+    row or an unusable gold raises UserError instead. If `source` is a single bundled task, its golds are not checked.
     """
     any_gold = cache(reward.accepts_any_gold)  # cached, since thousands of problems share a few sources
     read = load(source, data, split, any_gold=any_gold)

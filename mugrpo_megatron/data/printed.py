@@ -72,7 +72,7 @@ def parsed_text(name: str, text: str) -> Any:
     """The chat, object or list that the text of the column `name` stands for; plain text is returned unchanged."""
     kind = dict if name in OBJECTS else list
     is_chat = name not in (*OBJECTS, *LISTS)
-    if re.match(r"\s*\"\s*[\[{]", text):  # the text is a JSON string whose content is JSON again
+    if re.match(r"\s*\"\s*[\[{]", text):  # perhaps a JSON string whose content is JSON again
         with suppress(ValueError):
             text = inner if isinstance(inner := parse_json(text), str) else text
     if name == "messages" and text.strip() == "[]":
@@ -89,7 +89,7 @@ def parsed_text(name: str, text: str) -> Any:
             return text
         form = "an object" if kind is dict else "a list of objects"
         raise ValueError(f"column {name!r} holds text that begins like {form} and is not JSON ({error})") from None
-    if is_chat and isinstance(value, dict):  # the value is a single message, or an object that has messages
+    if is_chat and isinstance(value, dict):  # perhaps a single message, or an object that has messages
         inner = value.get("messages")
         value = inner if isinstance(inner, list) else [value] if isinstance(value.get("role"), str) else value
     is_expected = isinstance(value, kind) and (kind is dict or all(isinstance(entry, dict) for entry in value))

@@ -203,7 +203,7 @@ class Read:
     listed: Counter[str] = field(default_factory=Counter)
     """Gold column with a list of several answers -> its number of rows. `math` requires all of them at once."""
     notes: list[str] = field(default_factory=list)
-    """A sentence for each recognised format."""
+    """Sentences about the recognised formats, the lists of answers and the unseen options."""
 
 
 AnyGold = Callable[[str], bool]
@@ -223,8 +223,8 @@ def load(
     (a file with that preset's columns), or a hub name `owner/name[/config][:split]`. `split` is the part of a bundled
     task or a data set of the hub that is read, `seed` the seed of a bundled task. Unless the section names other
     columns, a row is read by the columns that it has (`files.recognised`). A problem's `source` is the short name of
-    its set (`named_sources`). Raises UserError for a source that cannot be read or is empty, and with `data.strict`
-    when rows are malformed.
+    its set (`named_sources`). Raises UserError for a source that cannot be read or has no usable problem, and with
+    `data.strict` when rows are malformed.
     """
     result = Read()
     for name, named in named_sources(source).items():
@@ -240,8 +240,8 @@ def load(
         read = read_source(replace(resolve(named, section, split), name=name), any_gold)
         if not read.problems and read.malformed and read.without_field == read.malformed:
             raise UserError(
-                f"{read.malformed[0]}, and no row of {named} has what it needs: name the columns of question and "
-                "answer with data.question_field and data.answer_field"
+                f"{read.malformed[0]}, and no row of {named} has both a question and an answer: name their columns "
+                "with data.question_field and data.answer_field"
             )
         if not read.problems and not (read.malformed and section.strict):
             raise UserError(

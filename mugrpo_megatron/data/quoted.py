@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 CONTROL = re.compile(r"<[|｜].+[|｜]>")
-"""Matches control tokens, also those that a tokenizer does not declare special, such as the turns of DeepSeek-R1's."""
+"""Matches control tokens, also those that a tokenizer does not declare special, such as DeepSeek-R1's for turns."""
 MARK = "\ufdd0"
 """A character that no text has (a noncharacter of Unicode). It is put after the first character of a quoted token."""
 MOST_BRANCHES = 16

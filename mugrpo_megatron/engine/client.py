@@ -360,7 +360,7 @@ def first_start_problem(engine: Engine) -> str:
     try:
         engine.wait_ready()
     except EngineStopped:
-        return ""  # another rank was asked to stop; this rank ends at its next collective
+        return ""  # the run was asked to stop; this rank ends at its next collective
     except EngineFailure as failure:
         errors = [line.strip() for line in str(failure).splitlines() if re.search(r"\w(Error|Exception): ", line)]
         cause = errors[-1] if errors else str(failure).splitlines()[0]

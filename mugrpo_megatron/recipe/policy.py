@@ -156,7 +156,8 @@ class RolloutSection(Section):
             words = shlex.split(self.agent or "true")
         except ValueError as error:
             raise ValueError(
-                f"agent cannot be split into a command and its arguments ({error}); close its quotes"
+                f"agent cannot be split into a command and its arguments ({error}); close its quotes, or remove the "
+                "backslash at its end"
             ) from None
         if not words:
             raise ValueError("agent is empty; name a command, or a module:function")

@@ -89,7 +89,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no prompt": ({"response": "x"}, "has none of the columns problem, question, prompt, messages"),
     "no response": ({"prompt": "x", "responce": "y"}, "the assistant's (found prompt, responce)"),
     "a question at the end": ({"messages": [USER]}, "has no response"),
-    "blank": ({"prompt": "x", "response": " "}, "field 'response' is empty"),
+    "blank": ({"prompt": "x", "response": " "}, "field 'response' has an empty response"),
     "object": ({"prompt": "x", "response": {"a": 1}}, "field 'response' holds an object"),
     "of the user": ({"prompt": "x", "response": [USER]}, "ends with a message of 'user'"),
     "several": ({"prompt": "x", "completion": [SAID, USER]}, "field 'completion' ends with a message of 'user'"),
