@@ -34,8 +34,8 @@ def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, pr
     Returns a sentence on what is done and what comes next. Groups go to disk as they are scored, and so does what
     auxiliary models compute of an update: a process that was killed continues where it was. Raises UserError when
     `stage` is given and is not the run's next one, when another process generates the same shard, or when the shard was
-    begun with other weights; EngineFailure after MOST_FAILURES failures in a row without a finished group; Stopped,
-    with every scored group on disk, when asked to stop.
+    begun with other weights, problems or number of shards; EngineFailure after MOST_FAILURES failures in a row without
+    a finished group; Stopped, with every scored group on disk, when asked to stop.
     """
     with open_shard(recipe, shard, stage, problems) as opened:
         following, directory, cursor = opened.stage, opened.directory, opened.stage.cursor

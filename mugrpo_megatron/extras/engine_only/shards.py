@@ -181,7 +181,7 @@ def open_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, proble
     """Open the stage that the run generates next, for a process that fills one shard of it.
 
     Raises UserError when `stage` is given and is not that stage, when another process fills the same shard, and when
-    the shard was begun with other weights or problems.
+    the shard was begun with other weights, other problems or another number of shards.
     """
     following = begin(recipe, problems)
     directory, cursor = RunDirectory(recipe.run.dir), following.cursor
@@ -206,7 +206,8 @@ def open_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, proble
 def marked_shards(stage: Path, weights: Path) -> list[GenerationShard]:
     """The shards of a stage that were begun, in order.
 
-    Raises UserError unless all were begun with the same problems and with the weights in `weights`.
+    Raises UserError unless all were begun with the same problems and with the weights in `weights`, and when groups are
+    on disk without the file that says how their shard was begun.
     """
     paths = sorted(stage.glob("shard-[0-9][0-9][0-9][0-9].json"))
     marks = [_read_mark(path) for path in paths]
@@ -246,7 +247,7 @@ def close_stage(stage: NextStage, updates: int, prompts_per_update: int) -> int:
         never = missing.difference(*(shard.groups(count) for shard in shards))
         unclaimed = f"; of the missing groups, {len(never):,} are of shards that were not begun" if never else ""
         raise UserError(
-            f"{stage.directory} lacks {len(missing):,} of {count:,} groups; incomplete shards: "
+            f"{stage.directory} lacks {len(missing):,} of {count:,} groups; incomplete shards and how many each lacks: "
             f"{', '.join(incomplete) or 'none'}{unclaimed}; run each shard that lacks groups: "
             "`mugrpo generate --engine-only --shard I/N`"
         )

@@ -1,1 +1,4 @@
-"""Episodes: responses of several turns, with tools, that a user's function makes (`rollout.function`)."""
+"""Episodes: responses of several turns, with tools, made by a user's function or program.
+
+The keys are `rollout.function` and `rollout.agent`.
+"""

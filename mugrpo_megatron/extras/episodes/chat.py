@@ -161,11 +161,12 @@ class Chat:
         return name
 
     def check_arguments(self, arguments: Mapping[str, Any]) -> None:
-        """Raise ValueError for an argument of a request that the chat template does not read."""
+        """Raise ValueError for an argument that the chat template does not read, or that only this program may set."""
         for name in arguments:
             if name in RESERVED or name not in self._words:
                 raise ValueError(
-                    f"chat_template_kwargs.{name[:SHOWN_CHARS]}: the chat template reads no such argument; leave it out"
+                    f"chat_template_kwargs.{name[:SHOWN_CHARS]}: the chat template reads no such argument of a "
+                    "request; leave it out"
                 )
 
     @cached_property

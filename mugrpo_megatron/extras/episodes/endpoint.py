@@ -287,7 +287,8 @@ def _over(limit: str | None, why: str = "") -> Refused:
 def request_of(body: Any, session: Session) -> dict[str, Any]:
     """The arguments of `Session.ask` for a request with this body.
 
-    Raises Refused for what is malformed, and for what would change the distribution that is sampled from.
+    Raises Refused for a body that is malformed or too large, for a key that is not known, and for a value that would
+    change what is sampled or returned.
     """
     if not isinstance(body, dict):
         raise Refused("the body is not a JSON object")

@@ -48,7 +48,7 @@ class Attempt:
     key: int
     group: Group
     number: int
-    """Index of the response in its group."""
+    """Index of the episode in its group."""
     retries: int = 0
     alone: bool = False
     """Whether the episode runs in a process of its own, because a process that ran it beside other episodes died: if

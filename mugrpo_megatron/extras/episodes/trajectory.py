@@ -1,7 +1,7 @@
 """The responses of an episode as tokens, given and sampled; a request continues one of them, or begins another.
 
-What the model sampled is never tokenized again. A request of token ids has to begin with the ids of the earlier
-requests; `Broken` says where a request does not. A chat that does not extend an earlier chat (after a compaction or a
+What the model sampled is never tokenized again. A request of token ids has to begin with all ids so far, given and
+sampled; `Broken` says where a request does not. A chat that does not extend an earlier chat (after a compaction or a
 retry, or in a parallel conversation) begins a new response with its own prompt. That prompt takes over the tokens of
 the longest beginning that it shares with an earlier chat. The loss mask covers a response from its first sampled token
 on.
