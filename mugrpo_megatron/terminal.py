@@ -48,8 +48,8 @@ class Ending:
 def ending_at_once() -> Iterator[Ending]:
     """End the process by `os._exit` once the block has ended and all exit handlers have run.
 
-    At a normal end Python frees what torch, sympy and transformers hold object by object, which takes seconds in which
-    a finished command seems to hang. The system frees it at once.
+    At a normal end Python frees, object by object, what torch, sympy and transformers hold. This takes seconds, in
+    which a finished command seems to hang. The system frees all of it at once.
     """
     ending = Ending()
 

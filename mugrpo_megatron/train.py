@@ -72,7 +72,7 @@ def optimize_stage(run: Run, learner: Learner, engines: Engines, cursor: Cursor)
             if evaluation_due(run, cursor):
                 stage.pause()
                 evaluate_policy(run, learner, engines, cursor)
-            stage.refresh_proximal(cursor)  # for decoupled PPO: a forward pass every few updates
+            stage.refresh_proximal(cursor)  # for a decoupled clip: a forward pass every few updates
             batch = stage.batch(cursor)
             advantages = group_advantages(batch.rewards, batch.groups, run.recipe.objective, batch.samples)
             with stage.measured(cursor):

@@ -48,8 +48,8 @@ class BackgroundSave:
             except BaseException as error:
                 self._failure = error
 
-        # The thread is a daemon, so that a run that fails for another reason does not hang on a file system that has
-        # stopped answering.
+        # The thread is a daemon: otherwise a failing run could not end while the save hangs on a file system that no
+        # longer answers.
         self._thread = threading.Thread(target=run, name=self._name, daemon=True)
         self._thread.start()
 
@@ -101,8 +101,9 @@ class Saver:
     def save_hf(self, like: Path, out: Path, notes: Mapping[str, Any]) -> None:
         """Write the policy as a Hugging Face checkpoint `out`, replacing an earlier one. Collective.
 
-        It is asynchronous as `save` is. Config and tokenizer are copied from `like`; `notes` are JSON objects to write
-        beside them, by file name.
+        With `checkpoint.asynchronous` this returns when rank 0 has the weights in host memory, and a thread writes
+        them; if the previous call's write failed, its exception is raised here. Config and tokenizer are copied from
+        `like`; `notes` are JSON objects to write beside them, by file name.
         """
         self._hf.wait()
         chunks, model = self._learner.models, self._learner.architecture

@@ -110,7 +110,7 @@ class RunDirectory:
         return self.proximal_files / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def probe(self, stage: int) -> Path:
-        """The directory of the stage's probe; like `proximal_files`, it is outside the stage's directory."""
+        """The directory of the stage's probe, outside the stage's directory, whose files branches share by links."""
         return self.path / "probe" / f"stage{stage:05d}"
 
     def samples(self, updates: int) -> Path:
@@ -120,14 +120,14 @@ class RunDirectory:
     def ref(self, stage: int) -> Path:
         """The file with the log-probabilities of the stage's samples under the reference policy.
 
-        Like `proximal_files`, it is outside the stage's directory.
+        It is outside the stage's directory, whose files branches share by links.
         """
         return self.path / "ref" / f"stage{stage:05d}.parquet"
 
     def auxiliary(self, stage: int, name: str) -> Path:
         """The file with what an auxiliary model computes for each response; `name` is `teacher-NAME` or `reward-NAME`.
 
-        Like `proximal_files`, it is outside the stage's directory.
+        It is outside the stage's directory, whose files branches share by links.
         """
         return self.path / "auxiliary" / f"stage{stage:05d}-{name}.parquet"
 
@@ -144,8 +144,8 @@ class RunDirectory:
 def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
     """Create or open `run.dir`, write its record, recipe and checksums, and hold the directory's lock in the block.
 
-    Raises UserError as `check_directory` does, and when another process holds the lock or the directory cannot be
-    written.
+    Raises UserError when this run must not write into the directory (`check_directory`), when another process holds the
+    lock, and when the directory cannot be written.
     """
     directory = RunDirectory(recipe.run.dir)
     check_directory(recipe)  # checked before folders are made, since the directory may be no run's
@@ -197,9 +197,9 @@ def file_lock(path: Path, shared: bool = False, wait: bool = False) -> Iterator[
     Yields a function that raises UserError if the file was removed or replaced since, because another process may then
     hold a lock of the same name.
 
-    Any number of processes may hold the lock `shared`, but not while one holds it alone. Raises InUse when another
-    process holds it, with `wait` only after LOCK_WAIT_S; UserError when the file system has no locks or cannot be
-    written.
+    Either one process holds the lock alone, or any number hold it `shared`. Raises InUse when this process cannot have
+    it beside the others, with `wait` only after LOCK_WAIT_S; UserError when the file system has no locks or the file
+    cannot be written.
     """
     try:
         file = open_nofollow(path, "a+b", buffering=0)
@@ -314,9 +314,10 @@ def _at(table: Any, key: str) -> Any:
 
 
 def stage_origin(directory: RunDirectory, record: RunRecord, cursor: Cursor) -> Origin:
-    """The origin that the cursor's stage must have: the run that generates it, and the weights at its start.
+    """The origin that the cursor's stage must have: the run that generates it, and the weights that sample it.
 
-    The run is this one, or for the first stage of a branch the run that generated the stage.
+    They are this run and the weights at the stage's start. For the first stage of a branch they are the other run that
+    generated it, and the weights that it was sampled with.
     """
     start, run = cursor.updates - cursor.age, record.run_of_stage(cursor.stage)
     # A branch may begin with later weights than those that sampled its first stage, which stays as it was sampled.

@@ -138,8 +138,8 @@ def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
 
     It does not wait until the engine has loaded.
 
-    `local` is the engine or follower process that this rank runs. On the leader of an engine that was running, the
-    result is a sentence that says on which nodes its processes had ended; elsewhere it is empty.
+    `local` is the engine or follower process that this rank runs. Returns a sentence that says on which other nodes the
+    processes of its engine had ended, if the leader's process was running; else an empty text.
     """
     statuses = world.gather(None if local is None else node_status(local.slot.number, local.slot.node, local.running))
     if local is None:

@@ -50,8 +50,10 @@ def check_data(run_dir: Path, problems: Problems) -> None:
 
 
 def record_data(run_dir: Path, problems: Problems) -> None:
-    """Check the problems as `check_data` does, and write the checksums of a new run. The caller holds the directory's
-    lock."""
+    """Write the checksums of a new run's problems; UserError when a run that exists began with other problems.
+
+    The caller holds the directory's lock.
+    """
     check_data(run_dir, problems)
     if not (run_dir / DATA).exists():
         _write(run_dir / DATA, problem_sums(problems))
@@ -119,7 +121,7 @@ def check_user_files(recipe: Recipe) -> dict[str, str]:
 
 
 def record_user_files(recipe: Recipe) -> None:
-    """Check the files as `check_user_files` does, and write the checksums that the run does not have yet.
+    """Write the checksums of user's files that the run does not have yet; UserError when one was edited since it began.
 
     The caller holds the directory's lock.
     """

@@ -68,7 +68,7 @@ class LedEngine:
         self.failures_in_a_row = int(self.failure is not None)
 
     def restart_if_failed(self) -> None:
-        """If the engine does not run, start it with the weights of its model directory; does not wait for that."""
+        """If the engine does not run, launch it with the weights of its model directory, and return at once."""
         if not self.engine.running:
             self.engine.restart()
 
@@ -123,7 +123,7 @@ def launch(
 
     The engine loads in the process `host`, or without it in a new one; this does not wait until it has loaded. `stack`
     ends engine and verifier. An engine over several nodes is only prepared: `engines.rendezvous` launches its
-    processes. Once `stopping()` is true, no call waits for an engine.
+    processes. Once `stopping()` is true, a call that waits for the engine ends it and raises EngineStopped.
     """
     slot = slot_of_environment(recipe.engine, finds_cuda())
     spec, directory = engine_spec(recipe), recipe.model.directory
@@ -150,7 +150,7 @@ def wait_for_engines(leader: LedEngine | None, world: World) -> None:
     # An engine may load for longer than a collective's timeout, so that the gather alone would fail. The barrier has no
     # timeout while all ranks are alive.
     world.barrier()
-    # The problems are gathered, so that every rank ends with the same error instead of waiting for one that failed.
+    # The engines' errors are gathered, so that every rank ends with the same one instead of waiting for a failed rank.
     for rank, reason in enumerate(world.gather(problem)):
         if reason:
             where = f"rank {rank}: " if world.size > 1 else ""

@@ -160,7 +160,7 @@ def offload_learner(learner: Learner, world: World) -> None:
     """Offload the learner of every rank. Collective."""
     for part in PARTS:
         learner.offload(part)
-    world.barrier()  # an engine uses the devices of several ranks, so it waits until the last rank has freed its own
+    world.barrier()  # an engine may use the devices of several ranks, so it waits until all have freed their own
 
 
 def print_notes(

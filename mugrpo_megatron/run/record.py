@@ -101,7 +101,7 @@ def claim(run_dir: Path, model: HubModel | None = None, weights: str = "") -> Ru
     """Return the directory's record, or write one for a new run. The caller holds the directory's lock.
 
     A new run starts from `model` of the hub, or from a directory whose `weights_fingerprint` is `weights`. Raises
-    UserError as `check_run_dir` does.
+    UserError when a run may not use `run_dir` (`check_run_dir`).
     """
     record = check_run_dir(run_dir)
     if record is None:
@@ -113,8 +113,8 @@ def claim(run_dir: Path, model: HubModel | None = None, weights: str = "") -> Ru
 def check_run_dir(run_dir: Path) -> RunRecord | None:
     """Check that a run may use `run_dir`; returns the record of the run in it, or None if there is no run yet.
 
-    Raises UserError when `run_dir` is no directory, is the current, home or root directory, or has a run's files
-    without a record.
+    Raises UserError when `run_dir` is no directory or cannot be used, and when its record is damaged. Without a record
+    it is also raised when the directory has a run's files, or is the current, home or root directory.
     """
     try:
         if not stat.S_ISDIR(run_dir.stat().st_mode):

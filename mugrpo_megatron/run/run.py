@@ -64,7 +64,7 @@ class Run:
         return StageStore(self.directory.stage(cursor.stage), writer, origin, replay)
 
     def stop_if_asked(self, cursor: Cursor, kept: str = "") -> None:
-        """If any rank was asked to stop, end the run as `save_and_stop` does. Collective."""
+        """If any rank was asked to stop, end the run, with the learner saved (`save_and_stop`). Collective."""
         if self.world.any_rank(self.stop.requested):
             self.save_and_stop(cursor, kept)
 

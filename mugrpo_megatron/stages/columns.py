@@ -113,7 +113,7 @@ class Column:
 
 
 class TableColumn(Column):
-    """A column in Parquet: row group k belongs to update k and has one row for each response, in the samples' order."""
+    """A column in Parquet: row group k belongs to the file's k-th update, and has a row for each of its samples."""
 
     schema: ClassVar[pa.Schema]
 
@@ -167,7 +167,10 @@ class LogprobColumn(TableColumn):
             yield lambda logprobs: append(logprob_table(logprobs))
 
     def read(self, update: int) -> list[np.ndarray]:
-        """Logprobs float32 [R] of each response of the `update`-th update in the file; UserError as in `read_table`."""
+        """Logprobs float32 [R] of each response of the `update`-th update in the file.
+
+        Raises UserError when a file of the column is missing or damaged, or when the column has another identity.
+        """
         column: Any = self.read_table(update).column(0).combine_chunks()
         return np.split(column.flatten().to_numpy(), column.offsets.to_numpy()[1:-1])
 
@@ -186,8 +189,10 @@ class ScoreColumn(TableColumn):
     )
 
     def read(self, update: int) -> np.ndarray:
-        """Scores float64 [N] of the `update`-th update's responses, NaN where there is none; UserError as in
-        `read_table`."""
+        """Scores float64 [N] of the `update`-th update's responses, NaN where there is none.
+
+        Raises UserError when a file of the column is missing or damaged, or when the column has another identity.
+        """
         return self.read_table(update, ["score"])["score"].to_numpy()
 
 

@@ -74,7 +74,7 @@ def probe_ages(updates: int) -> tuple[int, ...]:
 
 
 def write_responses(directory: Path, responses: Sequence[ProbeRow]) -> None:
-    """Write the responses of a stage's probe, whose logprobs `write_age` writes at each age; call it first."""
+    """Write the responses of a stage's probe; call this before `write_age`, which writes their logprobs at each age."""
     directory.mkdir(parents=True, exist_ok=True)
     columns = {name: [getattr(row, name) for row in responses] for name in SCHEMA.names}
     _write(directory / RESPONSES, pa.table(columns, schema=SCHEMA))

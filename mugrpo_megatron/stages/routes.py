@@ -170,7 +170,9 @@ class RouteColumn(Column):
             with self.path.open("rb", buffering=0) as file:
                 table = os.pread(file.fileno(), 4 * shape.layers * len(lengths), span.start + shape.layers * stride)
         except OSError:
-            raise UserError(f"{self.path}: missing, but {self.index.name} is there; {self.remedy}") from None
+            raise UserError(
+                f"{self.path}: missing or unreadable, but {self.index.name} is there; {self.remedy}"
+            ) from None
         if hashlib.sha256(table).hexdigest() != span.sums:
             raise UserError(
                 f"{self.path}: damaged, since the checksums of update {update} do not match the index; {self.remedy}"

@@ -326,7 +326,7 @@ class StageStore:
         self.remove_shards()
 
     def remove_shards(self) -> None:
-        """Remove the shards of a sealed stage, which are left if a writer was killed after sealing."""
+        """Remove the shards of a sealed stage. A resumed run calls this too, in case `seal` was killed before this."""
         self._require_sealed()
         for pattern in SHARD_PATTERNS:
             for merged in self.directory.glob(pattern):

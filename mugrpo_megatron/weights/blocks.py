@@ -124,7 +124,7 @@ ROUTER_BIAS = (Row(OURS + "mlp.router.expert_bias", ((MLP + "gate.e_score_correc
 
 
 def in_layers(layers: Layers, rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Copies of `rows` whose parameters only `layers` have."""
+    """Copies of `rows`, for parameters that only the layers of the kind `layers` have."""
     return tuple(replace(row, layers=layers) for row in rows)
 
 

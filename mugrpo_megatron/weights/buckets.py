@@ -197,7 +197,10 @@ def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: 
 
 
 def _runs(entry: Entry, slots: Sequence[Slot], architecture: Architecture) -> Iterator[Run]:
-    """The runs that copy an unsharded parameter into its slots. For q, k and v there is one for each group of heads."""
+    """The runs that copy an unsharded parameter into its slots.
+
+    For q, k and v there is one for each group of heads, for queries with gates two for each head.
+    """
     parameter = torch.empty(whole_shape(entry, architecture), dtype=slots[0].dtype, device="meta")
     for slot, tensor in zip(slots, split_to_hf(entry, parameter, architecture), strict=True):
         start = slot.start
@@ -312,7 +315,7 @@ class MergedWeight(Protocol):
 
 def has_adapter(weight: object) -> TypeGuard[MergedWeight]:
     """Whether the weight has an adapter."""
-    # Not `isinstance(weight, MergedWeight)`: with a Protocol that took half of a fill's time.
+    # Not `isinstance(weight, MergedWeight)`: that took half of a fill's time, because MergedWeight is a Protocol.
     return hasattr(weight, "merged")
 
 

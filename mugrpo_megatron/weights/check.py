@@ -58,10 +58,11 @@ def compare_weights(weight_sync: WeightSync, engine: SummedEngine | None) -> int
     The tensors of an fp8 engine are compared with the learner's quantised tensors and their scales.
 
     Collective, and fills every bucket once; `engine` is None on ranks that do not lead one. If the engine has a tensor
-    in another type, the learner's is converted to it first. Returns 0 if `engine` is None, and without comparing if
-    there is an `uncheckable_reason`. Raises WeightMismatch on every rank when a tensor of any engine differs, is
-    missing, or was never sent by the learner; EngineFailure when this rank's engine fails, after this rank has done its
-    part for the others.
+    in another type, the learner's is converted to it first. Returns 0 if `engine` is None. If there is an
+    `uncheckable_reason`, nothing is compared, and every rank gets 0.
+
+    Raises WeightMismatch on every rank when a tensor of any engine differs, is missing, or was never sent by the
+    learner; EngineFailure when this rank's engine fails, after this rank has done its part for the others.
     """
     if uncheckable_reason(weight_sync):
         return 0
@@ -164,7 +165,7 @@ def _without_tied_name(sums: TensorChecksums, architecture: Architecture) -> Ten
 
 
 def _difference(expected: list[TensorChecksums], engine_sums: list[TensorChecksums]) -> str:
-    """A phrase about the first tensor whose expected and actual checksums differ; empty if all are equal."""
+    """A phrase about a tensor that the engine lacks, was never sent, or has with another checksum; else empty."""
     for rank, (ours, theirs) in enumerate(zip(expected, engine_sums, strict=True)):
         where = f" on its tensor parallel rank {rank}" if len(expected) > 1 else ""
         for names, what in (

@@ -189,7 +189,7 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
     start = time.perf_counter()
     loading: Future[torch.Tensor] | None = None
     failure: EngineFailure | None = None
-    # If this leader's engine has failed to start, the engine's other ranks must not make handles that nobody opens.
+    # If the engine of a leader has failed to start, its other ranks must not make handles that nobody opens.
     served = _vote_and_release(weight_sync, engine is not None or not _leads(weight_sync))
     # The engine's call blocks until it has loaded; a thread lets this rank gather the next bucket meanwhile.
     with ThreadPoolExecutor(1) as loader:
