@@ -13,7 +13,7 @@ FILES = PACKAGE / "docs"
 
 
 def page_address(name: str, heading: str = "") -> str:
-    """The address of the page `name`, such as "health", or of the heading or id `heading` on it.
+    """The address of the page `name`, such as "troubleshooting", or of the heading or id `heading` on it.
 
     If pyproject.toml's `[project.urls]` names a site as `Documentation`, the address is on that site. Otherwise it is
     the path of the page's Markdown file: docs/NAME.md if the current directory is the checkout, else an absolute one.

@@ -95,7 +95,7 @@ def read_state(directory: Path) -> Saved:
 
 
 def first_damage(directory: Path, rank: int, world: int) -> str | None:
-    """Returns a sentence about the first damage that is found in a checkpoint; None without damage.
+    """Returns a sentence about the first damage that is found in a checkpoint; None if none is found.
 
     Checked are the state, this rank's share of the files among `world` ranks, and the index of the tensors.
     """

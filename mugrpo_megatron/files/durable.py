@@ -2,7 +2,8 @@
 paths.
 
 Temporaries are named `.NAME.XXXXXXXX.partial` with random hexadecimal digits, by which leftovers of killed writers are
-recognised. A directory that several ranks fill, or that a later command continues, is `resumable(path)`.
+recognised. A directory that several ranks fill, or that a later command continues, has no
+random digits: its name is `resumable(path)`.
 """
 
 from __future__ import annotations
@@ -166,9 +167,10 @@ def resumable(path: Path) -> Path:
 
 
 def remove_leftovers(directory: Path, names: str) -> None:
-    """Remove what killed writers left of the files and directories whose names match the pattern `names`.
+    """Remove the temporaries in `directory` that killed writers left, of outputs whose names match the pattern `names`.
 
-    Call it only when no writer of them is alive. A directory that an unfinished swap moved aside gets its name back.
+    Call it only when no writer of such an output is alive. A directory that an unfinished swap moved aside gets its
+    name back, unless the new one has that name already.
     """
     for aside in directory.glob(f".{names}.{RANDOM_SUFFIX}.old"):
         path = directory / aside.name[1 : -len(".XXXXXXXX.old")]
@@ -227,7 +229,10 @@ def fsync(path: Path) -> None:
 
 
 def digest(path: Path, start: int = 0, end: int | None = None) -> Span:
-    """Returns the SHA-256 of the bytes [start, end) of a file, by default to its end; reads block by block."""
+    """Returns the range [start, end) of a file with the SHA-256 of its bytes; by default it ends with the file.
+
+    Reads block by block.
+    """
     end = path.stat().st_size if end is None else end
     sha = hashlib.sha256()
     with path.open("rb") as file:

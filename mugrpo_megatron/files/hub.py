@@ -27,7 +27,7 @@ def snapshot(
     """Returns the directory with a repository's `files` (patterns) at a revision, from the cache or downloaded.
 
     The directory's name is the commit. A revision that is a full commit needs no network if it is in the cache;
-    `cached` never uses the network. Raises ValueError with the reason if that fails.
+    `cached` never uses the network. Raises ValueError with the reason if the files cannot be had.
     """
     with _hub_errors_as_value_error(revision):
         from huggingface_hub import snapshot_download

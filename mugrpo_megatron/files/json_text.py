@@ -20,8 +20,8 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 def parse_json(text: str | bytes) -> Any:
     """Returns the value of a JSON text; bytes have to be UTF-8.
 
-    Raises ValueError for text that is not JSON, is nested too deep, or has half of a surrogate pair, which UTF-8 cannot
-    express.
+    Raises ValueError for text that is not JSON, is nested too deep, or has an integer of over 4,300 digits or half of a
+    surrogate pair, which UTF-8 cannot express.
     """
     text = text if isinstance(text, str) else text.decode("utf-8")
     try:

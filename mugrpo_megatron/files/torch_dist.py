@@ -232,7 +232,7 @@ class Reader:
         return cast(torch.dtype, getattr(torch, self._stored(key).dtype))
 
     def read(self, key: str, index: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
-        """Returns a region of a tensor whose first axes stack smaller tensors, on the CPU, in the stored dtype.
+        """Returns, on the CPU and in the stored dtype, a region of a tensor whose first axes stack smaller tensors.
 
         `index` is the position on these first axes. On the others the region begins at 0 and has the sizes `shape`.
         """

@@ -24,7 +24,7 @@ def check_vocabulary(directory: Path, vocab_size: int) -> None:
     if isinstance(end, str) and end not in vocabulary and (directory / "tokenizer.json").is_file():
         raise UserError(
             f"{directory}: tokenizer_config.json names eos_token {end!r}, which is no token of tokenizer.json, so the "
-            "model never writes it and no response would end; name the token that ends the model's responses"
+            "model never writes it and no response would end; name there the token that ends the model's responses"
         )
     beyond = {index: token for token, index in vocabulary.items() if index >= vocab_size}
     if beyond:

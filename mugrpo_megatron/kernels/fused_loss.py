@@ -58,7 +58,7 @@ class _Batch:
 
 @dataclass(frozen=True, slots=True)
 class _Gradients:
-    """Buffers that receive the gradients, and the factor of what is written to them."""
+    """Buffers that receive the gradients, and the factor by which the gradients are multiplied."""
 
     hidden: Tensor
     """[T, H] in the type of the hidden states."""
@@ -87,9 +87,9 @@ def fused_policy_loss(
             (gathered before, under sequence and context parallelism).
         weight: [V / tp, H], this rank's rows of the output weight, tied or not.
         targets: int64 [T] global token ids.
-        inputs: of the micro-batch's T tokens of N whole responses.
+        inputs: the loss's inputs for the micro-batch, T tokens of N whole responses.
         support_ids: int64 [T, k] global token ids that each softmax runs over, -1 where fewer; None for the vocabulary.
-        statistics: of the whole update; needed if `config.needs_statistics`.
+        statistics: those of the whole update, or None; needed if `config.needs_statistics`.
         main_grad: float32 [V / tp, H]; the weight's gradient, times `grad_scale`, is added to it in this call, and
             autograd gets none for the weight, so its hooks do not fire. None: autograd accumulates the gradient.
         grad_scale: with `main_grad`, the gradient of the loss that the backward pass will start from; backward fails
@@ -222,7 +222,7 @@ class _PrecomputedGradients(torch.autograd.Function):
         d_weight: Tensor | None,
         expected_grad: float | None,
     ) -> Tensor:
-        """`expected_grad`: the upstream gradient that the computed gradients already contain; None means 1."""
+        """`expected_grad`: the upstream gradient that `d_hidden` contains; None if it contains none."""
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.expected_grad, ctx.weight_dtype = expected_grad, weight.dtype
         return loss.clone()

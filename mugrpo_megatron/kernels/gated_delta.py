@@ -1,4 +1,4 @@
-"""The gated delta rule (arXiv 2412.06464, equation 10) in torch's operations, for the learner and engines on CPU."""
+"""The gated delta rule (arXiv 2412.06464, equation 10) in torch's operations, for learners, and for engines on CPU."""
 
 from __future__ import annotations
 

@@ -209,9 +209,9 @@ def _bytes(learner: Learner) -> int:
 
 
 def find_damage(learner: Learner, directory: Path) -> str | None:
-    """A sentence about the first damaged file of the checkpoint in `directory`; None when every checksum matches.
+    """A sentence about the first damage that a rank finds in the checkpoint in `directory`; None if none finds any.
 
-    Collective.
+    Collective; each rank checks its share of the files (`first_damage`).
     """
     ranks = learner.ranks
     causes: list[str | None] = [None] * ranks.world
@@ -229,8 +229,9 @@ def load(learner: Learner, directory: Path) -> Saved:
     expected = _state(learner)["model"]
     if state["model"] != expected:
         raise UserError(
-            f"{directory}: the checkpoint holds the model {state['model']}, but model.path = "
-            f"{learner.recipe.model.directory} describes {expected}; resume with the model the run was started from"
+            f"{directory}: the checkpoint holds the model {state['model']}, but the recipe, with model.path = "
+            f"{learner.recipe.model.directory}, describes {expected}; resume with the model the run was started from, "
+            "and with the same [lora]"
         )
     with named_phase(learner.ranks, f"loading {directory}"), torch.no_grad():
         reader, model = Reader(directory), _model(learner)

@@ -42,7 +42,7 @@ def flash_attention(
     """Causal attention of each segment's queries [t, hq, d] to its keys and values [., hkv, d] -> [t, hq, d].
 
     Args:
-        cu_queries, cu_keys: int32 [n + 1], starts of the segments; queries are aligned with the last keys.
+        cu_queries, cu_keys: int32 [n + 1], bounds of the n segments; the queries of a segment stand at its last keys.
         longest: largest number of queries and of keys of a segment.
         scale: factor of the scores; None is d^-1/2.
     """

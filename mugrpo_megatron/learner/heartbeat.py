@@ -147,8 +147,8 @@ class Heartbeat:
     def loss(self) -> str:
         """The message that a rank or the store is lost, with every rank's last heartbeat; empty if all are there.
 
-        A rank is lost after `LOST_BEATS` missed heartbeats, unless it had finished, or after `patience_s` if that is
-        shorter.
+        A rank that has not finished counts as lost after `LOST_BEATS` intervals without a heartbeat, or after
+        `patience_s` if that is shorter.
         """
         working = [rank for rank in range(self._world) if rank not in self._last or not self._last[rank].left]
         cause = self._missing(min(self._patience_s, LOST_BEATS * self._interval), working)

@@ -38,9 +38,9 @@ TokenLoss = Callable[[torch.Tensor, MicroBatch], torch.Tensor]
 def objective_loss(learner: Learner, inputs: LossInputs, statistics: UpdateStatistics | None) -> HiddenLoss:
     """Make the function that computes the objective's loss of a micro-batch.
 
-    `inputs` are those of the whole update, in the order of its samples. Unless a CPU rank runs micro-batches at once,
-    the function adds the gradient of a trained output weight directly to its `main_grad`. That gradient is multiplied
-    by the loss scale (1 except in float16), from which the backward pass starts too.
+    `inputs` are those of the whole update, in the order of its samples. Unless ranks run several micro-batches at once
+    (`Learner.lanes`), the function adds the gradient of a trained output weight directly to its `main_grad`. That
+    gradient is multiplied by the loss scale (1 except in float16), from which the backward pass starts too.
     """
     scale = loss_scale(learner.optimizer)
     layout = head_layout(learner, learner.recipe.rollout.temperature)
@@ -163,7 +163,7 @@ def logprobs_and_entropy(
 
 
 def states_before_targets(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-    """Select the hidden states [T, h] that predict the trained tokens from the last pipeline stage's output [t, 1, h].
+    """Select hidden states [T, h] that predict trained tokens, from the output [t, 1, h] of the last pipeline stage.
 
     Under sequence parallelism t is a rank's part of the rows. The backward pass sums the gradient over the tensor and
     context parallel ranks.

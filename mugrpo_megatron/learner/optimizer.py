@@ -258,7 +258,7 @@ def _local_slice(
 
 
 def _main_parameters(optimizer: DistributedOptimizer) -> dict[torch.nn.Parameter, torch.Tensor]:
-    """This rank's float32 slices of master weights, which AdamW changes, by the model's parameter.
+    """This rank's float32 slices of master weights, which AdamW changes, each under the model's parameter.
 
     Parameters without a slice on this rank are left out.
     """

@@ -21,7 +21,7 @@ from mugrpo_megatron.samples import Routes, Sample
 
 @dataclass(frozen=True, slots=True)
 class TokenSequence:
-    """A sequence to train on. Its tokens from index `prompt` on have a loss, or those of them that `mask` selects."""
+    """A sequence to train on. Its tokens from index `prompt` on have a loss; with a `mask`, those that it selects."""
 
     ids: np.ndarray
     """int [n]: token ids."""

@@ -69,7 +69,7 @@ class Routing:
     """The experts of this rank's rows of a micro-batch, to replay or to record."""
 
     indices: torch.Tensor
-    """int64 [t]: where each row's token stands among all tokens of the update that predict one; -1 for rows that
+    """int64 [t]: where each row's token stands among all tokens of the update that predict a token; -1 for rows that
     predict nothing, which get experts round robin."""
     experts: Mapping[int, torch.Tensor]
     """Number of a layer of this rank -> uint8 or uint16 [t, k], on the host: the routes to replay."""
@@ -153,7 +153,7 @@ def make_routing(
 
     Args:
         packed: first row, number of tokens and routes of each sequence in the row.
-        starts: where each sequence's first token stands among all tokens of the update that predict one.
+        starts: where each sequence's first token stands among all tokens of the update that predict a token.
         size: the number of experts in a layer, and the number of them that a token is sent to.
     """
     total, chosen = size

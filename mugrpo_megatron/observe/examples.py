@@ -65,11 +65,11 @@ def write_examples(path: Path, responses: Sequence[Example]) -> None:
 
 
 def read_examples(path: Path) -> list[Example]:
-    """Returns the responses that `write_examples` wrote; UserError if the file is damaged."""
+    """Returns the responses that `write_examples` wrote; UserError if the file is damaged or unreadable."""
     try:
         return [_example(parse_json(line)) for line in path.read_bytes().splitlines() if line.strip()]
     except (OSError, UserError, ValueError, TypeError) as error:
-        raise UserError(f"{path} is damaged ({error}); remove it, the report does not need it") from None
+        raise UserError(f"{path} is damaged or unreadable ({error}); remove it, the report does not need it") from None
 
 
 def _row(example: Example) -> dict[str, Any]:

@@ -212,8 +212,8 @@ def open_log(
     """Open the run's metric log to append to it; `write` is true on the main rank alone.
 
     The TensorBoard curves of a resumed run continue at `updates_done`. Its Weights & Biases run is `run_id`, or a new
-    one if that is empty. `watch` prints health warnings. Raises UserError if the log is damaged, or if Weights & Biases
-    is not installed.
+    one if that is empty. `watch` prints health warnings. Raises UserError if the log is damaged, or if the recipe asks
+    for Weights & Biases and its package is not installed.
     """
     rows = read_rows(run_dir / FILE_NAME) if (run_dir / FILE_NAME).exists() else []
     evaluations = [row for row in rows if row["kind"] == "eval"]

@@ -25,7 +25,7 @@ FIGURES = ("before", "before_interval", "after", "interval")
 
 
 def measure_in(rows: Iterable[Row]) -> Literal["accuracy", "reward"]:
-    """Returns what the means in evaluation rows are means of, `accuracy` or `reward`; `accuracy` without rows."""
+    """Returns what evaluation rows measure, `accuracy` or `reward`; `accuracy` without rows."""
     return "reward" if any(f"reward/{MEAN}" in row for row in rows) else "accuracy"
 
 

@@ -50,7 +50,7 @@ def expected_logprobs(run: Run, learner: Learner, engines: Engines) -> Expected 
     recipe, prompts = run.recipe, engines.leader.problems.train.prompts if engines.leader else []
     longest = min(TEXT_TOKENS, recipe.longest_training_sequence)
     mine = texts_of(prompts, max(TEXTS, learner.ranks.dp_size), longest)
-    texts = run.world.broadcast(mine)  # rank 0 leads an engine, so it has the prompts
+    texts = run.world.broadcast(mine)  # rank 0 leads an engine if any rank does, and so has the prompts
     if not texts:
         return None
     logprobs = token_logprobs(learner, [_sample(text) for text in texts], temperature=1.0)

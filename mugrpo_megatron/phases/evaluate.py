@@ -128,8 +128,8 @@ def answer_set(
     """Run one round over the held-out problems whose indices are `missing`, with the sampling of the set `name`.
     Collective.
 
-    `answer` is called with each group once it is scored. The result of each rank maps indices to what `answer`
-    returned there.
+    `answer` is called with each group once it is scored. The result of a rank maps the indices of the problems that
+    it scored to what `answer` returned.
     """
     recipe, round = run.recipe, open_round(run, leader, missing, bar, durable=False)
     own: dict[int, T] = {}

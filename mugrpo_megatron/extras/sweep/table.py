@@ -86,7 +86,7 @@ def figures_of(sweep: Sweep, cell: Cell) -> Figures:
 
 
 def as_csv(cells: Sequence[Cell], figures_by_cell: dict[str, Figures]) -> str:
-    """One line for each cell: its name, its value of every setting that the grid varies, its figures."""
+    """One line for each cell: its name, its value of every setting that the grid varies (or empty), its figures."""
     keys = _keys(cells)
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
@@ -99,7 +99,10 @@ def as_csv(cells: Sequence[Cell], figures_by_cell: dict[str, Figures]) -> str:
 
 
 def as_table(sweep: Sweep, figures_by_cell: dict[str, Figures]) -> Table:
-    """Settings, accuracy with its interval, ESS at the end, vetoed share and time of each cell, in 80 columns."""
+    """One row for each cell, in 80 columns: its settings and figures, or its state if it is not finished.
+
+    The figures are accuracy or reward with its interval, ESS at the end, vetoed share and time.
+    """
     keys = _keys(sweep.cells)
     finished = [figures for figures in figures_by_cell.values() if figures["state"] == "finished"]
     befores = [figures["before"] for figures in finished if figures["before"] is not None]
