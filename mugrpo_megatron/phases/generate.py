@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """The groups of the cursor's stage that this process samples: all, or its part of a batch job (`--shard`)."""
+    """The groups of the cursor's stage that the ranks of this run sample together: all of the stage's groups, or with
+    `--shard` those of one job."""
 
     cursor: Cursor
     groups: frozenset[int]
@@ -44,9 +45,10 @@ def whole_stage(recipe: Recipe, cursor: Cursor) -> StagePart:
 def sample(run: Run, leader: Leader | None, stage: StageStore, part: StagePart) -> None:
     """Sample and score the groups of the part that the stage still lacks. Collective.
 
-    Groups are written as they are scored. What an engine that fails has not finished is sampled in the next round,
-    after its restart. Raises EngineFailure on every rank after MOST_FAILURES failures of one engine in a row without a
-    finished group between them, and Stopped, with every scored group on disk, when the run was asked to stop.
+    Groups are written as they are scored. If an engine fails, the groups that it has not finished are left to the next
+    call, before which the caller restarts the engine. Raises EngineFailure on every rank after MOST_FAILURES failures
+    of one engine in a row without a finished group between them, and Stopped, with every scored group on disk, when the
+    run was asked to stop.
     """
     recipe, cursor = run.recipe, part.cursor
     # Rank 0 alone looks at the disk: a shared file system may show the ranks different states.
@@ -58,7 +60,7 @@ def sample(run: Run, leader: Leader | None, stage: StageStore, part: StagePart) 
             prompt_of = partial(group_prompt, recipe, leader.problems, cursor)
             sink.take(round.groups(prompt_of, recipe.rollout.responses_per_prompt, leader.sampling))
         if run.stop.requested:
-            stage.flush()  # flushed before `round.end`, which fails if another rank has died
+            stage.flush()  # before `round.end`, since that fails if another rank has died
         outcome = round.end(_load(run, leader))
         facts |= {"tokens": float(bar.tokens), "engine_memory": max(memory for _, memory, _ in outcome.results)}
         for engine, _, loads in outcome.results:

@@ -6,8 +6,8 @@
     report(run, outcome.failures)                  prints the failures, and ends the run after MOST_FAILURES
 
 An engine that fails or is asked to stop takes no more items in its round. What it has not finished is missing, and the
-next round samples it. Before that round a failed engine is started again: in a run when engines get the learner's
-weights, elsewhere by `restart_if_failed`.
+next round samples it. A failed engine is started again before that round: by the weight sync in a run with a learner,
+elsewhere by `restart_if_failed`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Failed:
 
     text: str
     in_a_row: int
-    """Number of failures of this engine since it last finished something, this one included."""
+    """Number of failures of this engine, this one included, since it last finished something that was
+    kept: an item of a `durable` round (`open_round`), or a whole evaluation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Round:
             self.queue.close()
 
     def finished(self, tokens: int) -> None:
-        """Count one item as finished, with so many sampled tokens."""
+        """Count one more item as finished; `tokens` is the number of its sampled tokens."""
         self.queue.finished(tokens)
         self.show()
 
@@ -102,7 +103,7 @@ class Round:
             self._bar.advance(done + items - self._bar.done, earlier + tokens - self._bar.tokens)
 
     def end(self, mine: T) -> Outcome[T]:
-        """Wait until every engine is done; returns every rank's result, `mine` on this one. Collective."""
+        """Wait until every engine is done; returns the outcome, with `mine` as this rank's result. Collective."""
         # Not a barrier of torch: a long generation would exceed the timeout of its collective (ProcessGroupNCCL). The
         # world's barrier waits as long as the other ranks have heartbeats.
         self._run.world.barrier(self.show)

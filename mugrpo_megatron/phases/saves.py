@@ -50,8 +50,8 @@ def save_if_due(run: Run, cursor: Cursor) -> None:
 def write_hf(run: Run, cursor: Cursor) -> None:
     """Write the policy to `hf/`, in place of an earlier one. Collective.
 
-    Training continues once the weights are copied to host memory. Engine-only processes sample from `hf/`. Raises
-    UserError when `hf/` has become something that this run has not written.
+    With `checkpoint.asynchronous` training continues once the weights are copied to host memory. Engine-only
+    processes sample from `hf/`. Raises UserError when `hf/` has become something that this run has not written.
     """
     check_own_hf(run)
     notes = {PROVENANCE: provenance(run.record, asdict(cursor))}

@@ -154,7 +154,7 @@ def _kl_response(batch: Batch, metrics: dict[str, float]) -> dict[str, float]:
 def _mismatch(run: Run, learner: Learner, samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
     """Compute metrics of the difference between the log-probabilities of engine and learner, under the same weights.
 
-    Empty for responses that were imported without log-probabilities.
+    Empty if the samples have no token to train on, or if a response was imported without log-probabilities.
     """
     with run.phase("logprobs", cursor):
         logprobs = token_logprobs(learner, samples)
@@ -205,7 +205,8 @@ def _figures(samples: Sequence[Sample], cursor: Cursor) -> dict[str, float]:
         "staleness": cursor.updates - samples[0].weight_version,
         "reward_mean": float(np.mean(rewards)),
         **component_means(sample.components for sample in samples),
-        # All groups have the same number of responses, so the mean over responses is that over groups.
+        # The share of responses whose group has equal rewards. It is also the share of such groups, unless failed
+        # responses were left out of a group.
         "zero_variance_fraction": float(zero_variance.mean()),
     }
 

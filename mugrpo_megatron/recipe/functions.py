@@ -1,4 +1,5 @@
-"""Loads and calls functions named `module:function`: users' rewards, surrogates, diagnostics and episodes."""
+"""Loads and calls functions named `module:function`: rewards, advantages, surrogates, diagnostics and episodes of
+users."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def call_foreign(function: Callable[..., T], *arguments: Any, hidden: Sequence[s
     """Call a user's function in this process, guarded by `call_guard`, and return its result.
 
     Raises ForeignFailure when the function raises, exits (`os._exit` too) or takes longer than `seconds`. The message
-    names the last line that is the user's: not one in the files `hidden`.
+    names the line of the user's code that failed; lines in the files `hidden` are not the user's.
     """
     try:
         with (
@@ -55,7 +56,7 @@ def call_foreign(function: Callable[..., T], *arguments: Any, hidden: Sequence[s
 def load_function(key: str, name: str) -> Callable[..., Any]:
     """Import `module:function`, from an installed package or from a file in the current directory.
 
-    Raises UserError if it cannot be imported; `key` is the recipe's key that names the function.
+    Raises UserError if it cannot be imported or is not callable; `key` is the recipe's key that names the function.
     """
     module, _, attribute = name.partition(":")
     try:
@@ -100,16 +101,17 @@ def arguments_of(key: str, function: Callable[..., Any], known: Sequence[str]) -
     ]
     if other or not taken:
         raise UserError(
-            f"{key} takes ({', '.join(parameters)}): arguments go by name, so give its parameters names among "
-            f"{', '.join(known)}, or defaults"
+            f"{key} takes ({', '.join(parameters)}): arguments go by name, so take one or more of "
+            f"{', '.join(known)}, none before a /, and give every other parameter a default"
         )
     return taken
 
 
 def check_function(key: str, name: str) -> None:
-    """Raise UserError when `module:function` does not exist. The module's source is parsed, and not run.
+    """Raise UserError when `module:function` does not exist, or its source is not valid Python. The source is not run.
 
-    A module passes if it has no Python source, or if some of its names exist only once it runs.
+    A module passes if it has no Python source, or if the source does not show all its names (`import *`,
+    `__getattr__`).
     """
     module, _, attribute = name.partition(":")
     try:

@@ -196,7 +196,7 @@ MAX_BASES = 64
 MAX_BYTES = 1 << 20
 """Most bytes of a TOML file; without a limit, reading a device such as /dev/zero would not end."""
 MAX_OVERRIDE_CHARS = 100
-"""Most characters of a `--set` option that an error message quotes."""
+"""Most characters of a `--set` option where a message begins with it, as with the name of a file."""
 
 
 def load_recipe(
@@ -337,8 +337,8 @@ def parse_toml(text: str) -> Table:
 def _read_with_base(path: Path, within: tuple[Path, ...], read: list[Path], layers: list[Layer]) -> Table:
     """Returns the keys of a recipe merged over those of its bases.
 
-    `within` has the recipes that named this one as a base, `read` all recipes read so far. `layers` gets the keys that
-    each recipe itself sets.
+    `within` has the recipes whose base this one is, directly or through other bases; `read` has all recipes read so
+    far. `layers` gets the keys that each recipe itself sets.
     """
     table = read_toml(path)
     if (resolved := path.resolve()) in within:

@@ -81,7 +81,8 @@ SURROGATES: dict[str, Dependence] = {
     "gmpo": "response",
     "vespo": "token",
 }
-"""Surrogate -> the tokens on which a token's gradient depends, besides its own importance ratio and log-probability."""
+"""Surrogate -> the tokens whose log-probabilities its formula reads for the gradient of a token, if importance ratios
+are given: the token alone (`token`), or all of its response (`response`)."""
 
 
 Change = Literal["work", "branch", "method"]

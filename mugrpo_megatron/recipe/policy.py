@@ -31,7 +31,8 @@ from mugrpo_megatron.recipe.systems import EngineSection
 
 
 def _own_directory(path: Path) -> Path:
-    """Returns the path of a directory that a command may fill; ValueError for the root directory."""
+    """Returns the path of a directory that a command may fill; ValueError for the root directory and for a path
+    with a null character."""
     absolute = Path(os.path.abspath(path))
     if absolute == absolute.parent or "\0" in str(path):
         raise ValueError("is not a directory that a command may fill; name one of its own, such as runs/first")
@@ -123,8 +124,8 @@ class RolloutSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the learner divides its logits by it too, so that importance ratios start at 1."""
     top_k: NonNegativeInt = 0
-    """Number of most likely tokens to sample from; 0 takes all. If it is at most 64 (4,096 with SGLang 0.5.23), the
-    stage stores these tokens, and importance ratios are exact."""
+    """Number of most likely tokens to sample from; 0 takes all. From 1 to 64 (4,096 with SGLang 0.5.23) the stage
+    stores these tokens, and importance ratios are exact."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     """Nucleus sampling. Below 1, importance ratios are exact only beside a `top_k` that the stage stores."""
     stop: list[str] = Field(default_factory=list)

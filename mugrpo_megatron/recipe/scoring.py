@@ -119,7 +119,7 @@ class RewardSection(Section):
     it, which suits remote services."""
     timeout_s: float = Field(8.0, gt=0.0, le=86400.0, json_schema_extra=changes("work"))
     """Seconds by the clock after which a worker that waits is killed. A worker that computes is killed after as many
-    CPU seconds more. `math` itself gives up after 1/8 of this in CPU time."""
+    CPU seconds more. Before that, after 1/8 of this in CPU seconds, the worker stops the call if it can."""
     worker_memory_mb: int = Field(1024, ge=MIN_WORKER_MB, json_schema_extra=changes("work"))
     """MiB of address space of a worker process, against answers that exhaust memory. A function that loads torch needs
     several thousand. A program of `code` gets half."""
@@ -171,7 +171,7 @@ class RewardSection(Section):
 
     @property
     def is_right_or_wrong(self) -> bool:
-        """Whether every reward is 1 for right or 0 for wrong."""
+        """Whether the reward function can only give 1 for right and 0 for wrong. False for users' functions."""
         all_tests = not self.functions and self.function == CODE and self.code.reward == "all"
         return self.finds_answers or all_tests
 

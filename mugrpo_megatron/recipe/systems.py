@@ -26,12 +26,13 @@ def cpu_row_tokens(layers: int, hidden: int) -> int:
     A single longer response may exceed it.
     """
     # With more tokens the activations would leave the cache before the backward pass reads them: 8,192 tokens are too
-    # many for a model of 0.8M parameters. A large model gets half: at 135M a token's activations take about 0.75 MB.
+    # many for a model of 0.8M parameters. A large model gets half, since its activations are larger: at 135M about
+    # 0.75 MB a token.
     return 4096 if 12 * layers * hidden**2 < 64 * 2**20 else 2048
 
 
 def sync_bucket_bytes(cuda: bool) -> int:
-    """Returns the most bytes that a weight sync takes besides the model, for two buckets of tensors of equal size."""
+    """Returns the most bytes that a weight sync takes besides the model; two equally large buckets share them."""
     # On CUDA buckets are large, because each costs about 5 ms for collectives, a message and an IPC handle. A 7B model
     # has 57 buckets of the CPU's size, for which these costs would exceed the time of the copies. Memory is free during
     # a sync, since the KV cache is released.
@@ -96,9 +97,9 @@ class LearnerSection(Section):
 
     def chunk_tokens(self, cuda: bool) -> int:
         """Returns the most tokens in a chunk of the fused loss: `loss_chunk_tokens`, or the device's default for 0."""
-        # Each chunk also reads and writes the output weight's float32 gradient, so a chunk is large on CUDA. For
-        # 3,584 x 152,064 it is 4.4 GB, about 1 ms on an H200, beside products that take 4 ms for 1,024 tokens and
-        # 17 ms for 4,096.
+        # Each chunk also reads and writes the output weight's float32 gradient, so a chunk is large on CUDA. For an
+        # output weight of 3,584 x 152,064 these are 4.4 GB, about 1 ms on an H200, while the products of a chunk take
+        # 4 ms with 1,024 tokens and 17 ms with 4,096.
         return self.loss_chunk_tokens or (4096 if cuda else 1024)
 
 

@@ -19,7 +19,7 @@ from mugrpo_megatron.report.probes import AXIS, ages_of_probes, objective_of, pr
 from mugrpo_megatron.report.triggers import thresholds_of
 
 MAX_POINTS = 400
-"""Most points of a curve: a panel has about as many pixels, and the page has 400 kB."""
+"""Most points of a curve: a panel is about as many pixels wide, and with more points the page would be larger."""
 MAX_SPANS = 1000
 """Most phases that the time line draws one by one; of more it draws shares of time slices."""
 SLICES = 500

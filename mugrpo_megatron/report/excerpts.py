@@ -13,15 +13,15 @@ from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.terminal import visible
 
 CHARACTERS = 32_000
-"""Most characters that all texts on the page have together."""
+"""Most characters that all texts on the page have together, unless they are so many that each has SHORTEST."""
 LONGEST, SHORTEST = 3000, 300
 """Most characters of one text: if few texts are shown, and if many are."""
 FOLDED = 120
 """A text with more characters than this, or with more than LINES lines, is folded."""
 LINES = 6
 EACH, MOST = 3, 6
-"""Most responses of one kind (right or wrong) of a stage or a set, and most responses of an evaluation over all
-sets."""
+"""Most responses of one kind (right or wrong) of a stage or a set, and most responses of an evaluation over up to
+three sets. With more sets, each has at most one of each kind."""
 STAGES = 4
 """Number of stages whose responses are shown."""
 

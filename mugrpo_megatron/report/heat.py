@@ -35,8 +35,8 @@ PIECE = 24
 def heat_map(responses: Sequence[ProbedResponse], objective: ObjectiveSection) -> dict[str, Any] | None:
     """Compute the data that heat.js draws; None if no negative response was probed.
 
-    Each stage has up to EACH responses: those with the lowest ratios at the last age, and in the last place, if there
-    is one, an episode of several turns.
+    Each stage has up to EACH responses: those with the lowest ratios at the last age. If a stage has more, the last
+    place goes to an episode of several turns, if one is left.
     """
     by_stage: dict[int, list[ProbedResponse]] = {}
     for response in responses:

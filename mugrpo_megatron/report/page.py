@@ -307,8 +307,8 @@ def _time_tile(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def _token_tile(run: RunData, summary: dict[str, Any]) -> dict[str, Any]:
-    """The tile of response tokens: how many were sampled, also for a stage without an update, and how many trained
-    on."""
+    """The tile of response tokens: how many were sampled, those of a stage without an update included, and on how many
+    the learner has trained."""
     seconds, trained = summary["seconds"], summary["tokens"]["trained"]
     phases = sum(row.get("tokens") or 0 for row in run.phases if row["phase"] == "generate")
     sampled = max(summary["tokens"]["generated"], round(phases))

@@ -1,6 +1,7 @@
 """Computes ratios, triggers and dropped tokens of probed responses at each age, and their curves.
 
-A response is probed if its log-probabilities were computed after several numbers of its stage's updates (ages).
+A response is probed if its log-probabilities were computed at several ages of its stage. An age is a number of updates
+taken on the stage.
 """
 
 from __future__ import annotations

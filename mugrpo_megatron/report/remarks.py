@@ -167,8 +167,8 @@ def _veto(run: RunData) -> str:
 
 
 def trigger_remark(run: RunData) -> str:
-    """Sentences about triggers: the run's threshold and veto, and the share of triggers at the nearest measured one. ""
-    if the recipe has no threshold."""
+    """Sentences about triggers: the run's threshold and veto, and the shares of triggers at the measured threshold that
+    is nearest to the run's. "" if the recipe has no `trigger_ratio`."""
     objective, thresholds = run.recipe.get("objective", {}), thresholds_of(run)
     if "trigger_ratio" not in objective:
         return ""

@@ -21,7 +21,8 @@ STAGE_HEAD = (
 
 
 def stage_table(run: RunData) -> dict[str, Any] | None:
-    """The table of stages: rewards, staleness, seconds, and the held-out result after each stage's last update.
+    """The table of stages: rewards, lengths, shares vetoed and clipped, ESS and KL of the last update, times, and the
+    held-out result after each stage's last update.
 
     It has `head` and `rows`; None for a run without an update.
     """

@@ -123,7 +123,7 @@ class Form:
 
 
 def form_of(function: Callable[..., Any]) -> Form:
-    """Recognise the form of a function by its parameters' names; raises Unsupported."""
+    """Recognise the form of a function by its parameters' names; raises Unsupported if it has no known form."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError) as error:

@@ -162,7 +162,7 @@ class Dispatcher:
 
     def _give_up(self, call: Call, why: str, seconds: float = 0.0, unread: bool = False) -> None:
         """Score a call 0, because its worker was killed, crashed, or could not read it."""
-        # If a worker of `code` crashes, that is the tested program's fault and no failure of the function.
+        # If a worker of `code` crashes or is killed, that is the tested program's fault and no failure of the function.
         failed = unread or self._section.function != CODE
         self._finish(call, [Verdict(0.0, "", why, seconds / len(call.items), failed)] * len(call.items))
 

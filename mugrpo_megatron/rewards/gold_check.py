@@ -78,7 +78,8 @@ def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iter
     """Yield a line for each reward function but `code`: the reward for the gold of a problem, given as the response.
 
     The problem is the first that the function scores; for `math` the gold is put into a box. Raises UserError for a
-    function that cannot be loaded, whose parameters have no known form, or that fails.
+    function that cannot be loaded, whose parameters have no known form, or that fails although
+    `reward.max_failure_share` does not allow it.
     """
     for name, entry in section.table.items():
         if entry.function == CODE:  # for `code` a gold is a list of tests, not a program that could be scored

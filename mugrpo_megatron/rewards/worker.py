@@ -137,12 +137,13 @@ def serve(socket: int, text: str) -> None:
     leave = refuse_exits()["_exit"]
     try:
         _serve(connection, function, options["alarm_s"], RETIREMENT_SHARE * memory)
-    except (MemoryError, AlarmRang, OSError):  # needs no message: the parent sees that the worker died, or is gone
+    except (MemoryError, AlarmRang, OSError):  # needs no message: the parent sees the death, or is gone itself
         leave(1)
 
 
 def _serve(connection: Connection, function: RewardFunction, alarm_s: float, max_bytes: float) -> None:
-    """Serve one batch after another, until the parent is gone or more than `max_bytes` are in use."""
+    """Serve one batch after another, until the parent is gone or this worker retires, for instance with more than
+    `max_bytes` in use."""
     while True:
         try:
             batch = json.loads(connection.recv_bytes())

@@ -52,15 +52,15 @@ def branch(recipe: Recipe, source: Path, stage: int) -> None:
             from mugrpo_megatron.extras.auxiliary.auxiliary_columns import link_columns
 
             link_columns(recipe, source_run, directory, stage)
-        # The record is written last: if the process is killed before that, the next start links everything again.
+        # The record is written last: if the process is killed before that, the next start makes the missing links.
         write_record(directory.path, replace(record, branch=new))
 
 
 def branch_stage(source: Path, stage: int | None) -> int:
     """The number of the stage to branch at: `stage`, or by default the one stage of a published directory.
 
-    Raises UserError when `source` is no run directory, and when it is a run's (not a published one) and `stage` is
-    None.
+    Raises UserError when `source` is neither a run directory nor a published one, and when `stage` is None and `source`
+    is not published.
     """
     RunDirectory(source).check_exists("--from ")
     if stage is not None:
@@ -130,7 +130,7 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
     """Check the stage to branch at; returns its origin, and the cursor at its start.
 
     Raises UserError unless the stage is sealed and is in the directory of its own number, and the checkpoint at its
-    start exists.
+    start exists and is of the run that sampled the stage. Stage 0 needs no checkpoint.
     """
     directory = source.stage(stage)
     check_stage(directory)
@@ -149,7 +149,7 @@ def _check_stage(source: RunDirectory, stage: int) -> tuple[Origin, Cursor]:
         )
     origin = read_manifest(directory).origin
     if origin is None or origin.stage != stage:
-        raise UserError(f"{directory} holds another stage than its name says; restore it from a copy")
+        raise UserError(f"the manifest of {directory} does not say that it is stage {stage}; restore it from a copy")
     if stage == 0:
         return origin, Cursor()
     state = read_state(checkpoint)

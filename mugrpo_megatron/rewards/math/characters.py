@@ -1,4 +1,4 @@
-"""Gives characters that mean the same one spelling: digits of every script, compatibility forms, spaces and signs.
+"""Replaces characters that mean the same by one of them: digits of every script, compatibility forms, spaces, signs.
 
 Unicode Standard Annex 15 defines the compatibility forms. Not all are replaced by what they are compatible with: a
 superscript becomes an exponent, a subscript an index, and a circled digit stays, since it is a label.
@@ -46,16 +46,16 @@ _OVER = re.compile(f"[{OVER_DIGITS}]")
 _FRACTION_AFTER = re.compile(r"(?<=[0-9])[\s\u2064]*(?=\\frac\{[0-9]{1,2}\}\{[0-9]{1,2}\})")
 
 _UNIT_PER = re.compile(r"(\\text\{ [A-Za-z\u03bc]+)\}/([A-Za-z]{1,4})(?![A-Za-z])")
-"""Matches a unit divided by another one, which a character such as ㎞/h becomes: `\\text{ km}/h`."""
+"""Matches a unit divided by another one in the form that `㎞/h` has here: `\\text{ km}/h`."""
 
 
 def plain_characters(text: str, scripts: bool = True) -> str:
-    r"""Give text one spelling for characters that mean the same; ASCII text and letters of any script are unchanged.
+    r"""Replace characters that mean the same by one of them; ASCII text and letters of any script are unchanged.
 
     Decimal digits of every script become 0 to 9; wide, narrow and styled forms become plain; `x²` becomes `x^{2}`, `x₁`
     `x_{1}`, `3½` `3\frac{1}{2}`; spaces become one kind; invisible characters vanish. Circled digits stay, since they
-    are labels; a circled letter becomes an option, `(C)`. Without `scripts`, superscripts, subscripts and fractions
-    stay too, so that a number in a sentence ends before them.
+    are labels; a circled letter becomes an option, `(C)`. Without `scripts`, superscripts, subscripts, fractions
+    and units in one character stay too, so that a number in a sentence ends before them.
     """
     if text.isascii():
         return text

@@ -112,8 +112,9 @@ lists, as sets."""
 def compare_answer(answer: str, gold: str, policy: Policy = "strict") -> Outcome:
     """Compare an answer with its gold; returns the reward and its reason.
 
-    "lenient" accepts what "strict" accepts, and also what math-verify finds equal. This function has no time limit of
-    its own: the worker's alarm interrupts it, or the dispatcher kills the worker.
+    For a gold that is not compared as text, "lenient" also accepts what math-verify finds equal, unless the left sides
+    name different things. This function has no time limit of its own: the worker's alarm interrupts it, or the
+    dispatcher kills the worker.
     """
     try:
         read = read_gold(gold)

@@ -109,7 +109,7 @@ def after_phrase(text: str) -> str | None:
     """The text after the last "answer is" or "answer:", to the end of its sentence; None without such a phrase.
 
     If a displayed formula follows the phrase or a heading "Answer" directly, only the formula is returned, over several
-    lines too.
+    lines too. If the sentence gives a value to a formula, only the value is returned (`_value_at_the_end`).
     """
     phrases = [*_PHRASE.finditer(text), *_HEADED.finditer(text)]
     if not phrases:
@@ -170,7 +170,8 @@ def values_in_prose(statement: str, text_gold: bool = False) -> str:
 def last_answer(text: str, text_gold: bool) -> str:
     """The displayed formula at the end of `text`, or else its last line.
 
-    Of a line of prose, the last values in a row are returned, unless its words deny or change one of them.
+    Of a line of prose, only its last values with no other words between them are returned (`_last_group`). The line is
+    returned whole if it has no value, or if its words deny or change one of the last values.
     """
     displays = list(_DISPLAYED.finditer(text))
     if displays and displays[-1].end() == len(text):
@@ -318,9 +319,9 @@ def _named_behind(text: str, boxed: str, text_gold: bool | None) -> str | None:
     """The answer that a phrase such as "the answer is" names after the last box, if it replaces the box's; None if the
     box counts.
 
-    Words replace a formula in the box if the gold consists of words. A choice replaces what the box holds if the gold
-    is words or a choice, and if the gold is not known and the box holds an equation or no number. If the box holds
-    another choice, both are returned as a list, which no single gold equals.
+    Words replace a formula in the box if the gold is words or a choice. A choice replaces what the box holds in two
+    cases: the gold is words or a choice, or the gold is not known and the box holds an equation or no number. If the
+    box holds another choice, both are returned as a list, which no single gold equals.
     """
     if text_gold is False:
         return None

@@ -107,8 +107,8 @@ def _reduced(text: str, prose: str) -> str:
     """The formulas, or else the numbers, in `prose`, normalized; `prose` is the sentence from which the gold `text` was
     normalized.
 
-    Returns `text` unchanged if it has no letter outside of LaTeX commands, if `prose` is empty, and if
-    `says_no_number(prose)`.
+    Returns `text` unchanged in three cases: it has no letter outside of LaTeX commands, `prose` is empty, or
+    `says_no_number(prose)` is true.
     """
     if not prose or not re.search(r"(?<![\\A-Za-z])[A-Za-z]", text) or says_no_number(prose):
         return text

@@ -206,8 +206,8 @@ def _is_text(text: str) -> bool:
 
 
 def is_words(text: str) -> bool:
-    """Whether a normalized gold consists of words; numbers, a time or a range may be among them: `January 5`, `no
-    solution`.
+    """Whether a normalized gold consists of words, among which numbers may be (`January 5`), or is a time, a date, a
+    score or a range (`12:30`).
 
     False for quantities (`42 apples`), formulas, prose about a number, and lists without a number.
     """

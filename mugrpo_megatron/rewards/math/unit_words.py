@@ -87,8 +87,8 @@ _FACTORS = {
     "억": "10^{8}",
 }  # fmt: skip
 _LETTERS = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\u0400-\u04ff"
-"""Letters of Chinese, Japanese, Korean and Russian. Their words for "more", "or" and magnitudes are refused by
-`normalize`."""
+"""Letters of Chinese, Japanese, Korean and Russian. `normalize` takes none of
+their words for "more", "or" and magnitudes as a unit (`NOT_IN_A_UNIT`)."""
 _BEHIND = r"(?<=[0-9)}])\s*"
 _END = r"\s*(?=\Z|,)"
 _TEXT = r"\\(?:text[a-z]*|math(?:rm|sf|bf)|mbox|hbox|operatorname)\s*\{\s*"

@@ -63,8 +63,8 @@ def number(text: str) -> Expr | None:
 
 
 def same(gold: list[Any], answer: list[Any]) -> bool:
-    """Whether the values of gold and answer are equal. math-verify decides, except that two single values which differ
-    at a sample point are unequal."""
+    """Whether the values of gold and answer are equal. math-verify decides, except that they are unequal if one
+    side has no values, and two single values are unequal if they differ at a sample point."""
     if not gold or not answer or (len(gold) == len(answer) == 1 and _differ_at_a_point(gold[0], answer[0])):
         return False
     return bool(verify(gold, answer, timeout_seconds=None))
@@ -169,8 +169,8 @@ def is_rounding(decimal: Number, exact: Expr) -> bool:
 def _agree(left: Expr, answer: Number, right: Expr, gold: Number) -> bool:
     """Whether the two values are equal, or one is the other, rounded to enough digits.
 
-    Enough is two decimals for a gold that rounds an exact answer, six decimals for a gold that rounds a longer decimal,
-    and four decimals for an answer that rounds the gold.
+    Enough is two decimals with two significant digits for a gold that rounds an exact answer, six with six for a gold
+    that rounds a longer decimal, and four with three for an answer that rounds an exact gold.
     """
     if equal(left, right):
         return True
@@ -213,7 +213,7 @@ _TOO_LARGE = re.compile(
     r"\^\s*\{?\s*\(?[+-]?[0-9]{5,}"  # an exponent of five digits or more
     r"|\^\s*\{[^{}]*\^\s*\{[^{}]*\^|\^\s*[^{}\s]\s*\^"  # a tower of powers
     r"|[0-9)}]\s*\^\s*\{?\s*[0-9]+\s*\}?\s*\^"  # a tower of numbers, as 2^10^3
-    r"|\)\s*!|!\s*\)?\s*!|[0-9]{4,}\s*\)?\s*!|\\binom\s*\{\s*[0-9]{4,}"  # factorials of factorials or of large numbers
+    r"|\)\s*!|!\s*\)?\s*!|[0-9]{4,}\s*\)?\s*!|\\binom\s*\{\s*[0-9]{4,}"  # factorials of (...), n! or large numbers
     r"|[0-9]{400,}"
     rf"|\\exp.{{0,8}}\\exp|(?:{_FUNCTION}){{3}}"  # functions of functions of functions
 )
@@ -265,7 +265,7 @@ def not_worked_out(side: str) -> str:
 def too_large(text: str, gold: str) -> str:
     """The reason to refuse text that would take a parser seconds, because it is too deep, long or large; else "".
 
-    The gold's own size is added to each limit.
+    The gold's own depth, its number of commas and twice its number of terms are added to the limits for these.
     """
     braces, groups = _depth(text, "{", "}"), _depth(text, "([", ")]")
     if braces > MAX_DEPTH + _depth(gold, "{", "}") or groups > MAX_GROUPS + _depth(gold, "([", ")]"):
