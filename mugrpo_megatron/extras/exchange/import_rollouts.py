@@ -65,10 +65,10 @@ def import_rollouts(
 ) -> None:
     """Write the rollouts of `file` to the directory `to`, as `mugrpo publish` writes a run's stage 0.
 
-    After an error or a crash there is no directory `to`. Rewards are read from the column that the argument `reward`
-    names, or else from a column called `reward`. Without such a column the recipe's verifier scores the responses
-    against the rows' golds, and applies the length penalty, as in training. Raises UserError for rows that cannot be
-    taken, and when their number does not fit the recipe.
+    An error or a crash leaves nothing at `to` that was not there before. Rewards are read from the column that the
+    argument `reward` names, or else from a column called `reward`. Without such a column the recipe's verifier scores
+    the responses against the rows' golds, and applies the length penalty, as in training. Raises UserError for rows
+    that cannot be taken, and when their number does not fit the recipe.
     """
     check_output(to, f"--to {to}", kind="directory", inputs=[file])
     recipe = with_model(recipe, say)
@@ -116,7 +116,7 @@ def import_rollouts(
 
 
 def _named(groups: list[list[ForeignRollout]]) -> bool:
-    """Whether the rows have a column that tells groups with the same prompt apart."""
+    """Whether the first row has a `group` or a `step`, which tell groups with the same prompt apart."""
     return any(groups[0][0].row.get(name) is not None for name in ("group", "step"))
 
 
@@ -129,7 +129,10 @@ def _check_fits(file: Path, groups: list[list[ForeignRollout]], recipe: Recipe) 
     per_update = min(divisors(len(groups)), key=lambda number: abs(math.log(number / rollout.prompts_per_update)))
     updates = len(groups) // per_update
     longest = max(len(rollout.response_ids) for group in groups for rollout in group)
-    facts = [f"holds {_counted(len(groups), 'group')} of {_counted(size, 'response')}, the longest of {longest} tokens"]
+    facts = [
+        f"does not fit the recipe: it holds {_counted(len(groups), 'group')} of {_counted(size, 'response')}, the "
+        f"longest of {longest} tokens"
+    ]
     fitting: dict[str, object] = {
         "rollout.prompts_per_update": per_update,
         "rollout.responses_per_prompt": size,

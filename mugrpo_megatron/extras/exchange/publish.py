@@ -171,7 +171,8 @@ def _check_replaceable(directory: Path) -> None:
 
 
 def card(published: Published, recipe: str, store: StageStore, weights: bool) -> str:
-    """The data set's README.md, with the hub's header; `recipe` is the recipe's TOML."""
+    """The data set's README.md, with the hub's header; `recipe` is the recipe's TOML. `weights`: whether the weights
+    that sampled the stage are in the data set, or are those of the model that the run began with."""
     path = store.directory / store.file
     name = f"stages/{published.stage:05d}/{store.file}"
     schema = pq.read_schema(path)

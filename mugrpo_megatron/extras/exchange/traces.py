@@ -101,8 +101,8 @@ def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> d
     for index, node in enumerate(nodes):
         if not isinstance(node, Mapping) or node.get("parent") != (index - 1 if index else None):
             raise ValueError(
-                f"node {index} of the trace does not follow the one before, and only traces of one branch can be read; "
-                "write a trace for each branch"
+                f"node {index} of the trace is no object whose `parent` is the node before (of node 0: null), and only "
+                "traces of one branch can be read; write a trace for each branch"
             )
         tokens, sampled, values = (_list(node.get(name), f"{name} of node {index}") for name in NODE)
         if len(sampled) != len(tokens):

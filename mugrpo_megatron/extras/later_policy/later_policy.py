@@ -112,7 +112,7 @@ class LaterPolicy:
 
     @torch.no_grad()
     def _logprobs(self, samples: Sequence[Sample]) -> Iterator[np.ndarray]:
-        """Yields float32 [R] for each response, at the rollout's temperature."""
+        """Yields the logprobs of each response's tokens, float32 [R], at the rollout's temperature."""
         size = max(1, BATCH_TOKENS // max(sample.tokens for sample in samples))
         for start in range(0, len(samples), size):
             batch = samples[start : start + size]

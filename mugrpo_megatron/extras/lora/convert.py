@@ -79,7 +79,8 @@ def _merged(
 
 
 def _adapted(architecture: Architecture, kinds: Sequence[str]) -> Iterator[tuple[Entry, Leaf]]:
-    """Yield (the table's entry of a weight, a layer in it that has an adapter); for experts, the first one's entry."""
+    """Yield (the table's entry of a weight, a layer in it that has an adapter); of a layer's experts, only the first
+    one's entry."""
     rows = adapted_rows(architecture)
     for entry in entries(architecture).values():
         if entry.row in rows and entry.expert == 0:

@@ -158,7 +158,7 @@ def adapter_files(
 
 
 def _header(path: Path) -> tuple[dict[str, tuple[int, ...]], str]:
-    """The shape of every tensor of a safetensors file, and the fingerprint in its metadata."""
+    """The shape of every tensor of a safetensors file, and the fingerprint in its metadata, "" if it has none."""
     with open_weights(path) as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
         for name, header in slices.items():

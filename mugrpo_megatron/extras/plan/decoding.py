@@ -11,7 +11,7 @@ from mugrpo_megatron.weights.families import token_flops
 
 
 def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> float:
-    """Seconds until all engines, which share one queue, have decoded `responses`, prefill included."""
+    """Seconds until all engines, which share one queue, have decoded `responses` responses, prefill included."""
     assumptions, device, share = case.assumptions, case.cluster.device, case.recipe.engine.tensor
     lengths = response_lengths(case.mean_response, case.recipe.rollout.max_response_tokens, assumptions.spread)
     resident = case.mean_prompt + resident_mean(lengths)

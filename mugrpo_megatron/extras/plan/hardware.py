@@ -61,7 +61,7 @@ class Cluster:
 
 
 def engines_of(section: EngineSection, cluster: Cluster) -> int:
-    """Engines of the whole cluster, which share one queue of prompts.
+    """Number of engines of the whole cluster, which share one queue of prompts.
 
     Raises UserError, naming the sizes that work, when the ranks of a node cannot be divided into engines.
     """
@@ -69,8 +69,8 @@ def engines_of(section: EngineSection, cluster: Cluster) -> int:
 
 
 def replicas_of_engines(section: EngineSection, cluster: Cluster, weight_bytes: float) -> int:
-    """Number of replicas, each with the `weight_bytes` bytes of weights, that an engine runs; 1 on CUDA. Raises what
-    `engines_of` raises."""
+    """Number of replicas, each with the `weight_bytes` bytes of weights, that an engine runs; 1 on CUDA. Raises
+    UserError when the ranks of a node cannot be divided into engines."""
     return replicas_of(section, weight_bytes, _first_slot(section, cluster).local_engines, _cores(cluster))
 
 

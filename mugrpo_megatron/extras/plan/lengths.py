@@ -36,8 +36,8 @@ def response_lengths(mean: float, longest: int, spread: float) -> np.ndarray:
 
 
 def resident_mean(lengths: np.ndarray) -> float:
-    """Mean number of tokens that a running response has so far: half of the mean length of running responses, in which
-    each length counts as often as it is long, since long responses run longer."""
+    """Mean number of tokens that a running response has so far: half of its length on average. A response is found
+    running in proportion to its length, so long ones count more in the mean."""
     return float((lengths**2).mean() / lengths.mean() / 2)
 
 

@@ -76,7 +76,7 @@ def grader(options: Mapping[str, Any]) -> Grader:
     limits = Limits(options["sandbox"], test_s, int(options["memory_mb"]), wall_s=2 * test_s + 1)
     check_jail(limits)
     if sees_files(limits.mode):
-        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # or a program, which has the same user, could read this memory
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # else a program, which has the same user, could read this memory
     share = options["reward"] == "share"
     return Grader(limits, share, int(options["tests"]), float(options["timeout_s"]), weakness(limits.mode))
 
@@ -203,7 +203,10 @@ def same_value(answers: bytes, expected: Sequence[Any]) -> tuple[bool, str]:
 
 
 def same(result: Any, expected: Any) -> bool:
-    """Whether two values are equal. Iterative, because a program chooses the depth of what it returns."""
+    """Whether a result equals the expected value. A list equals a tuple. Where a float is expected, `close` decides.
+
+    Iterative, because a program chooses the depth of what it returns.
+    """
     pairs = [(result, expected)]
     while pairs:
         left, right = pairs.pop()

@@ -2,8 +2,9 @@
 
 The program can start no process, open no socket, signal no other process, and take no memory that its limits do not
 count. It can also not change a file's mode, owner, times or attributes, which Landlock does not restrict. A refused
-call fails with EPERM, as in a container, and the program sees an OSError. The filter also holds for everything that the
-program executes. Machines other than x86-64 and arm64 have no filter.
+call fails with EPERM, as in a container, and the program sees an OSError; clone3 and openat2 fail with ENOSYS, as on a
+kernel without them. The filter also holds for everything that the program executes. Machines other than x86-64 and
+arm64 have no filter.
 """
 
 from __future__ import annotations

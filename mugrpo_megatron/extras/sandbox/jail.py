@@ -152,7 +152,7 @@ def _become(
     alone: bool,
     error_pipe: int,
 ) -> None:
-    """Become the program: drop all rights, enter the root, and execute the interpreter."""
+    """Become the program: with namespaces enter its root, then drop all rights and execute the interpreter."""
     error_pipe = _place(channels, error_pipe)
     os.setsid()
     apart = limits.mode == "namespaces"

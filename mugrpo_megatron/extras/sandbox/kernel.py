@@ -55,8 +55,8 @@ def prctl(option: int, *values: int) -> None:
 
 
 def give_up_rights(user: int | None, group: int) -> None:
-    """Drop every capability for this process and all programs that it executes; with a `user`, also take its user and
-    group id."""
+    """Drop every capability for this process and all programs that it executes; with a `user`, also take this user id
+    and the id `group`."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(64):
         if LIBC.prctl(PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0):

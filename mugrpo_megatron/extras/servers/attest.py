@@ -1,10 +1,10 @@
 """Tests whether a server samples from the learner's weights, by the tokens and log-probabilities that it returns.
 
 *Distance* is the mean of |server - learner| of the log-probabilities; it may not exceed what rounding in the model's
-dtype explains. *Surprise* is the mean of -logprob - entropy, both under the learner. For tokens drawn from the
-learner's policy, each of these values has expectation 0, given the tokens before, so the sum of their squares estimates
-the variance of their sum. A server that draws from a part of the vocabulary, or at another temperature, has another
-surprise, whatever log-probabilities it returns.
+dtype explains. *Surprise* is the mean of -logprob - entropy, both under the learner. If a token is drawn from the
+learner's policy, its -logprob - entropy has expectation 0, given the tokens before, so the sum of the squares of these
+values estimates the variance of their sum. A server that draws from a part of the vocabulary, or at another
+temperature, has another surprise, whatever log-probabilities it returns.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import numpy as np
 
 MOST_DISTANCE = {"float32": 1e-3, "float16": 1e-2, "bfloat16": 5e-2}
 """dtype -> nats: the largest mean of |server - learner| that is accepted (docs/servers.md)."""
-# In bfloat16 and float16, MOST_DISTANCE is lower than `checks.agreement.BOUNDS`. There the engine's weights are known
-# to be the learner's, and rounding alone must not end a run. A server's weights are not known, and quantised ones would
-# pass a higher bound.
+# In bfloat16 and float16, MOST_DISTANCE is lower than `checks.agreement.BOUNDS`, the bound for a run's own engines.
+# Their weights are known to be the learner's, and rounding alone must not end a run. A server's weights are not known,
+# and quantised ones would pass a higher bound.
 MOST_SURPRISE = 6.0
 """Largest mean surprise that is accepted, up or down, in its standard errors; chance exceeds it once in 500 million
 checks."""

@@ -53,7 +53,7 @@ class Cell:
 def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
     """Read the grid from `--set` words, of which those with several values are axes, and from a grid file.
 
-    Raises UserError for a malformed word or file.
+    A word replaces the value or the axis that the file has for its key. Raises UserError for a malformed word or file.
     """
     table = read_toml(file) if file else {}
     if unknown := sorted(table.keys() - set(PARTS)):

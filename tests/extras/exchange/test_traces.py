@@ -146,7 +146,10 @@ def test_a_branch_of_verifiers_is_one_response_with_a_mask() -> None:
         ({"rewards": [1.0]}, "`rewards` of the trace is not an object"),
         ({"rewards": {"a": {"weight": 1.0}}}, "the reward 'a' of the trace has no numbers as score and weight"),
         ({"rewards": {"a": 1.0}}, "the reward 'a' of the trace has no numbers as score and weight"),
-        ({"nodes": [*NODES[:2], node(0, [7], [True])]}, "node 2 of the trace does not follow the one before"),
+        (
+            {"nodes": [*NODES[:2], node(0, [7], [True])]},
+            "node 2 of the trace is no object whose `parent` is the node before",
+        ),
         ({"nodes": [node(None, [1, 2])]}, "no token to train on"),
         ({"rewards": {"a": {"score": 10**400, "weight": 0.5}}}, "have a sum that no float can hold"),
         (
