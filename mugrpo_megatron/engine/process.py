@@ -147,7 +147,7 @@ class HostProcess:
     def __init__(self, environment: dict[str, str], cuda: bool, single_node: bool = True) -> None:
         """Start the process in `environment` and return at once; it imports SGLang, then waits for `load`.
 
-        Raises UserError when there is no room for its temporary files.
+        Raises UserError when its temporary files cannot be written.
         """
         self.cuda = cuda
         self._peer_failure: Callable[[], str] = lambda: ""
@@ -245,7 +245,7 @@ class HostProcess:
             raise self._failed(f"a process of the engine ended during {operation}, {cause}")
 
     def _note_shared_memory(self) -> None:
-        """List SGLang's files in /dev/shm in the scratch folder, for `end` or the guard to remove.
+        """Write the names of SGLang's files in /dev/shm into the scratch folder, for `end` or the guard to remove them.
 
         SGLang does not remove them if it is killed.
         """

@@ -25,8 +25,8 @@ from mugrpo_megatron.rewards.callers import verdict_of
 from mugrpo_megatron.samples import Problem
 
 EpisodeFunction = Callable[[Problem, EpisodeModel], Awaitable[dict[str, Any]]]
-"""Runs one episode; the result is a JSON object: `reward`, `why`, `parts`, and, from a function in slime's form,
-`tokens`, `loss_mask` and `cut`."""
+"""Runs one episode. The result is a JSON object with `reward`, `why` and `parts`. A function in slime's form adds
+`tokens`, `loss_mask` and `cut`; a program adds `answer`, and `cut` if a limit has ended its session."""
 FORMS = "async (problem, model), slime's async (args, sample, sampling_params) or a class with reset, as TRL's"
 
 
@@ -51,7 +51,7 @@ def load_episode_function(name: str, options: Mapping[str, Any]) -> EpisodeFunct
 
 
 def _is_needed(parameter: inspect.Parameter) -> bool:
-    """Whether a call must give the parameter a value."""
+    """Whether the parameter may be given by position and has no default, so that a call must give it a value."""
     return parameter.default is parameter.empty and parameter.kind < parameter.VAR_POSITIONAL
 
 
