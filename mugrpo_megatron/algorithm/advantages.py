@@ -109,8 +109,8 @@ def _user_advantages(
         raise FunctionFailure(f"{name} failed: {failure}; correct the function and run the command again") from None
     if values.shape != scored.shape or not np.isfinite(values).all():
         raise FunctionFailure(
-            f"{name} returned an array {list(values.shape)}; it has to be {len(scored)} finite numbers, one for each "
-            "response with a reward"
+            f"{name} returned an array of shape {list(values.shape)}; it has to be {len(scored)} finite numbers, one "
+            "for each response with a reward"
         )
     advantages = np.zeros(len(rewards), dtype=np.float32)
     advantages[scored] = values

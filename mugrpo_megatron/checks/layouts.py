@@ -66,8 +66,8 @@ def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection
 
 
 def layout_distance(first: ParallelSection, second: ParallelSection) -> float:
-    """Returns how far two layouts are apart: for each size the number of doublings from one layout's to the other's,
-    weighted and summed."""
+    """Returns how far two layouts are apart: for `tensor`, `pipeline` and so on, the number of doublings from one
+    layout's value to the other's, weighted and summed."""
     # Context parallelism weighs most, so that the nearest layout seldom adds it: only sequences that are too long for
     # one rank need it.
     weights = {"tensor": 1.0, "pipeline": 1.0, "virtual_pipeline": 0.5, "context": 2.0, "expert": 1.0}
@@ -98,9 +98,9 @@ def check_layout(
 ) -> None:
     """Check the layout before a process group or an engine exists.
 
-    `model` is the Hugging Face config, `world_size` the number of learner ranks. `way_out` tells the user how to get a
-    multiple of `{block}` ranks. Raises UserError with every problem and, for a wrong layout, the nearest one that
-    works, formatted by `describe`.
+    `model` is the Hugging Face config, `world_size` the number of learner ranks. `way_out`, a format string, tells the
+    user how to get a multiple of `{block}` ranks. Raises UserError with every problem and, for a wrong layout, the
+    nearest one that works, formatted by `describe`.
     """
     wrong = list(layout_problems(recipe.parallel, recipe.rollout, model, world_size, way_out))
     problems = [*wrong, *problems_of_any_layout(recipe, model)]
@@ -123,8 +123,8 @@ def check_layers(learner: LearnerSection, dtype: str, cuda: bool) -> None:
     setting = f'learner.layers = "{learner.layers}"'
     if learner.fp8 != "none" and dtype != "bfloat16":
         raise UserError(
-            f'{setting} needs model.dtype = "bfloat16", in which it keeps the weights and computes what is not in fp8; '
-            'set that, or learner.layers = "local"'
+            f"{setting} keeps the weights, and computes what is not in fp8, in bfloat16; set model.dtype = "
+            '"bfloat16", or learner.layers = "local"'
         )
     if not cuda:
         raise UserError(f'{setting} needs CUDA, and this learner runs on CPU; set it to "local" or "auto"')
@@ -154,7 +154,7 @@ def layout_problems(
 ) -> Iterator[str]:
     """Yields a sentence for each reason why a layout cannot run this model and batch on `world_size` ranks.
 
-    `way_out` tells the user how to get a multiple of `{block}` ranks.
+    `way_out`, a format string, tells the user how to get a multiple of `{block}` ranks.
     """
     tp, pp, cp = parallel.tensor, parallel.pipeline, parallel.context
     block = tp * pp * cp

@@ -142,7 +142,10 @@ def rollouts_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--update", type=int, metavar="N", help="show only the responses of update N of the stage")
     parser.add_argument(
-        "--group", type=int, metavar="N", help="print the whole responses of group N, with marked triggers"
+        "--group",
+        type=int,
+        metavar="N",
+        help="print the whole responses of group N, with marked triggers if a policy is given",
     )
     parser.add_argument(
         "--grep",

@@ -1,4 +1,4 @@
-"""Responses of a stage on the screen: a table, a group in full with the veto's tokens marked, or JSON lines."""
+"""Responses of a stage on the screen: a table, a group in full, or JSON lines; a later policy's veto is marked."""
 
 from __future__ import annotations
 

@@ -94,13 +94,13 @@ def browse(
     overrides: Sequence[str] = (),
     as_json: bool = False,
 ) -> None:
-    """Print the responses that meet the conditions: a table, one group in full with its triggers marked, or JSON lines.
+    """Print the responses that meet the conditions: a table, one group in full, or JSON lines.
 
-    With `policy`, a Hugging Face checkpoint, the veto is applied as it would be under these weights; with
-    `conditions.vetoed` the default is the run's `hf/`. `overrides` change keys of the run's recipe, so that another
-    veto can be tried: `objective.trigger_ratio=0.1`. Without a tokenizer, prompts are left out and responses are the
-    stored texts. Raises UserError when the run does not exist, when the stage is not sealed, and for an update or a
-    group that the stage does not have.
+    With `policy`, a Hugging Face checkpoint, the veto is applied as it would be under these weights, and a group's
+    triggers are marked; with `conditions.vetoed` the default is the run's `hf/`. `overrides` change keys of the run's
+    recipe, so that another veto can be tried: `objective.trigger_ratio=0.1`. Without a tokenizer, prompts are left out
+    and responses are the stored texts. Raises UserError when the run does not exist, when the stage is not sealed, and
+    for an update or a group that the stage does not have.
     """
     directory, recipe = _opened(run_dir, overrides)
     policy = policy or (directory.hf if conditions.vetoed else None)

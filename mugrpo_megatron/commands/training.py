@@ -143,7 +143,9 @@ def generate(options: Options) -> int:
 def generate_alone(
     recipe: Recipe, stage: int | None, problems: Problems | None, host: HostProcess | None = None
 ) -> None:
-    """Generate, score and seal the run's current stage; then auxiliary models score it. Every rank runs this.
+    """Generate, score and seal the run's current stage, unless it is sealed; then run the auxiliary models on it.
+
+    Every rank runs this.
 
     `recipe` and `problems` are what `checks.preflight.check_run` returned. `host` is an engine's host process that was
     started ahead (`prelaunch_host`), if one was.

@@ -27,7 +27,7 @@ def fused_sigmoid_mul_cpu(x: torch.Tensor, gate: torch.Tensor) -> None:
 def fused_qk_gemma_rmsnorm_cpu(
     q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, eps: float, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """RMS-normalise each head of q and k, and multiply it by 1 + `q_weight` or `k_weight`.
+    """RMS-normalise each head of q and k; then multiply it by its weight, `q_weight` or `k_weight`, plus 1.
 
     Takes [tokens, heads x width], returns [tokens x heads, width] of both.
     """
@@ -47,9 +47,9 @@ def fused_qk_gemma_rmsnorm_with_gate_cpu(
     width: int,
     heads: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what `fused_qk_gemma_rmsnorm_cpu` does where each head of q has its gate behind it; returns the gates too.
+    """Do what `fused_qk_gemma_rmsnorm_cpu` does, for a q in which a gate follows each head.
 
-    The gates are [tokens x heads, width].
+    Also returns the gates, [tokens x heads, width].
     """
     q, gate = q_gate.reshape(len(q_gate), heads, 2, width).unbind(2)
     # Without `contiguous` the gates of a single token would be a view with gaps, which SGLang cannot flatten.
@@ -61,8 +61,8 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Split the projections `qkvz` and `ba` [tokens, ...] into qkv, z, beta and alpha.
 
-    qkv has the queries, keys and values of all heads one after another; z is [tokens, heads, value], the others
-    [tokens, heads].
+    qkv has the queries, keys and values of all heads one after another; z is [tokens, heads, value]; beta and
+    alpha are [tokens, heads].
     """
     qkv, z = qkvz.split([2 * key_heads * key + heads * value, heads * value], -1)
     b, a = ba.split(heads, -1)
@@ -72,7 +72,7 @@ def fused_qkvzba_split_reshape_cat_contiguous_cpu(
 def fused_gdn_gating_cpu(
     A_log: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dt_bias: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the logarithm of the decay and beta, float32 [1, tokens, heads], from a and b [tokens, heads]."""
+    """Compute log(decay), and beta; both are float32 [1, tokens, heads], from a and b [tokens, heads]."""
     log_decay = -A_log.float().exp() * F.softplus(a.float() + dt_bias.float())
     return log_decay.unsqueeze(0), b.float().sigmoid().unsqueeze(0)
 

@@ -246,10 +246,11 @@ TYPES = {"float32": "float", "bfloat16": "uint16_t"}
 def source() -> str:
     """The whole C source, in which each function with a type (`_TYPED`) is repeated for every one of `TYPES`.
 
-    Pointers are to numbers of a function's type unless declared otherwise, rows are contiguous, and lengths and counts
-    are in elements. bfloat16 is computed in float32 and rounded where torch's operations, one by one, would round. With
-    `shared`, OpenMP's threads share the rows of a call. If torch's matrix products run in GNU's OpenMP too, they use
-    the same threads. Threads of another pool would have to be woken, and would compete with torch's for the cores.
+    Pointers point to numbers of a function's type unless they are declared otherwise, rows are contiguous, and lengths
+    and counts are in elements. bfloat16 is computed in float32 and rounded where torch's operations, one by one, would
+    round. If the argument `shared` is not 0, OpenMP's threads share the rows of a call. If torch's matrix products run
+    in GNU's OpenMP too, they use the same threads. Threads of another pool would have to be woken, and would compete
+    with torch's for the cores.
     """
     typed = (
         f"#define T {kind}\n#define NAME(function) function##_{name}\n{_TYPED}#undef T\n#undef NAME\n"

@@ -174,7 +174,7 @@ class Kernels:
 
 
 def use_large_pages(tensor: torch.Tensor) -> None:
-    """Ask Linux to keep a tensor whose rows are read in no order in pages of 2 MB; does nothing on other systems."""
+    """Ask Linux for pages of 2 MB for a tensor whose rows are read out of order; does nothing on other systems."""
     # With small pages the processor looks up the address of each row of a sequence in the page table, which takes 15 to
     # 25 % of attention's time.
     if not sys.platform.startswith("linux"):

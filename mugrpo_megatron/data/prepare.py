@@ -273,7 +273,7 @@ def within_pass_rate(problems: list[Problem], bounds: tuple[float, float], notes
     """The problems whose row has a `pass_rate` within `bounds`; a rate of null is outside.
 
     With the bounds 0 and 1 these are all problems, with or without the column. Otherwise raises UserError for a row
-    without it, and if no problem is left.
+    whose rate is missing or neither a number nor null, and if no problem is left.
     """
     if bounds == (0.0, 1.0):
         return problems

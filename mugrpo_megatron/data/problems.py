@@ -283,14 +283,15 @@ def absent(source: str) -> list[str]:
     """The names of the hub's data sets among the comma-separated sources; whether they are on this machine is not
     checked.
 
-    Raises UserError for a source that is neither a task, a file nor a name on the hub, and for a missing file.
+    Raises UserError for a source that is neither a file, a generated set nor a name on the hub, and for a missing file.
     """
     check_files(source)
     return [name for name, file in _files_of(source).items() if file is None]
 
 
 def check_files(source: str) -> None:
-    """Raise UserError if one of the comma-separated sources is a missing file, or no source at all."""
+    """Raise UserError if one of the comma-separated sources is a missing file, or neither a file, a generated set nor a
+    name on the hub."""
     for file in filter(None, _files_of(source).values()):
         check_file(file)
 

@@ -177,7 +177,10 @@ def render_reply(
     """
     spoken = [name for name in SPOKEN if name in reply]
     if resolved_style(style, tokenizer, template) != "chat":
-        raise UserError(f"{problem.id} has {', '.join(spoken)}, which only a chat template writes; {_WRITE}")
+        raise UserError(
+            f"{problem.id} has {', '.join(spoken)}, which only a chat template writes; write this into the message's "
+            'text, or set data.prompt_style = "chat", with a template of data.chat_template if the tokenizer has none'
+        )
     asked = with_question_asked(problem, template)
     prompt = _chat(asked, tokenizer, template)
 

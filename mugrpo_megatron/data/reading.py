@@ -48,8 +48,8 @@ _LOST_BACKSLASH = re.compile(
 def columns_of(
     row: dict[str, Any], readings: Sequence[ColumnPaths], recognises: bool, any_gold: bool
 ) -> tuple[ColumnPaths, bool]:
-    """Choose the columns of question and gold in a row: the first of `readings` that the row has; else, with
-    `recognises`, columns with usual names.
+    """Choose the columns of question and gold in a row: the first of `readings` that the row has and that are not
+    empty; else, with `recognises`, columns with usual names.
 
     The second value is whether they were recognised by their names. If the row has such columns, but with null, they
     are returned, so that the error is about the null. If nothing fits, the first of `readings` is returned.
@@ -103,8 +103,8 @@ def problem_of(
 ) -> Problem:
     """Convert a row to a problem; ValueError with the reason for a malformed row.
 
-    With `any_gold` the gold may be any JSON value, or missing if `columns` has NO_GOLD. Otherwise it must be an answer
-    that `math` can verify: text, a number, or a list of texts and numbers.
+    With `any_gold` the gold may be any JSON value, or missing if `columns.answer` is NO_GOLD. Otherwise it must be an
+    answer that `math` can verify: text, a number, or a list of texts and numbers.
     """
     cell = _found(row, columns.question)
     cell = _only_text(cell, columns.question) if isinstance(cell, list) else _scalar(cell, columns.question)

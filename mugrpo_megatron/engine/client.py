@@ -353,9 +353,9 @@ class Engine:
 
 
 def first_start_problem(engine: Engine) -> str:
-    """Wait until a run's first engine has started; returns a sentence about why it has not, or an empty string.
+    """Wait until a run's first engine has started; returns a sentence about why it has not, else "".
 
-    At this point a failure is caused by the recipe or the machine.
+    "" also if the run is asked to stop. A failure of the first start is caused by the recipe or the machine.
     """
     try:
         engine.wait_ready()
