@@ -59,7 +59,7 @@ class Replicas:
             self._in_flight[index] -= len(input_ids)
 
     def abort(self, names: Sequence[str] | None = None) -> None:
-        """Abort the requests whose `rid` begins with one of `names`, by default all; a name without any is ignored."""
+        """Abort the requests whose `rid` is in `names`, by default all; a name that no engine has is ignored."""
         for engine in self._engines:
             if names is None:
                 engine.tokenizer_manager.abort_request(abort_all=True)
@@ -122,7 +122,7 @@ class Replicas:
         self.run(_all(map(_flush_cache, self._engines)))
 
     def release(self, tags: list[str]) -> None:
-        """Free the engines' memory of SGLang's kinds, `tags`. First call `flush_cache`: the engines must be idle."""
+        """Free the engines' memory that SGLang names by `tags`. First call `flush_cache`: the engines must be idle."""
         # SGLang may run one more step after its last response. If it does so now, an assertion that it is idle fails
         # and ends the scheduler (managers/scheduler_components/weight_updater.py).
         self.run(_all(sglang_compat.release_memory(engine, tags) for engine in self._engines))
