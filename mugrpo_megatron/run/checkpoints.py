@@ -64,7 +64,7 @@ class BackgroundSave:
 
 
 GRACE_S = 10.0
-"""The longest time that a failing run waits for the save in progress."""
+"""The longest time that a failing run waits for a checkpoint in progress, and again for hf/."""
 
 
 class Saver:
@@ -144,8 +144,8 @@ def open_saver(
 ) -> Iterator[Saver]:
     """A block with a saver, whose last save is on disk when the block has ended, also when the run is stopped.
 
-    After an error it waits for the save at most `GRACE_S`. When all ranks stop together (AllStopped), the learner is
-    saved at the cursor at which they stop.
+    After an error it waits at most `GRACE_S` for a checkpoint in progress, and again for hf/. When all ranks stop
+    together (AllStopped), the learner is saved at the cursor at which they stop.
     """
     saver = Saver(learner, directory, section, run)
     try:
@@ -175,8 +175,8 @@ def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Ca
     """Load the newest intact checkpoint and return its cursor; without a checkpoint, the run's start. Collective.
 
     Checkpoints that are newer than that are damaged or incomplete: rank 0 renames them and calls `say` for each. Raises
-    UserError when all checkpoints are damaged, and when the newest intact one belongs to another run or to another
-    cursor than its name says.
+    UserError when all checkpoints are damaged, and when the newest intact one belongs to another run, to another model,
+    or to another cursor than its name says.
     """
     is_main = learner.ranks.rank == 0
     if is_main:

@@ -42,7 +42,7 @@ class Cursor:
     def updates_taken(self, schedule: ScheduleSection, sampled: int) -> int:
         """The number of updates to take on a stage that holds the responses of `sampled` updates.
 
-        These are all epochs over the responses, or the updates that the run has left, if these are fewer.
+        It is `sampled` times the number of epochs, or the number of updates that the run has left, if that is smaller.
         """
         return min(sampled * schedule.epochs, schedule.total_updates - self._before_stage)
 

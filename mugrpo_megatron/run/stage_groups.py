@@ -42,8 +42,7 @@ def group_samples(
         is_unscored or (response.episode is not None and response.episode.failed)
         for response, is_unscored in zip(group.responses, unscored, strict=True)
     ]
-    # Every group must have a sample, or its update would lack a group. A single sample has no advantage and trains
-    # nothing.
+    # Every group must have a sample, or its update would lack a group. The built-in advantages give a single sample 0.
     indices = [index for index, has_failed in enumerate(failed) if not has_failed] or [0]
     responses, texts = [group.responses[index] for index in indices], [group.texts[index] for index in indices]
     problem = group.prompt.problem

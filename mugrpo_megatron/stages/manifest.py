@@ -1,6 +1,6 @@
 """The manifest of a stage: which run and weights it came from, and its complete files with their checksums.
 
-A file counts once a manifest lists it, so replacing the manifest is the last step of every change. Each process that
+A file counts once a manifest lists it, so a change takes effect when the manifest is replaced. Each process that
 generates for the stage (a writer) has its own manifest and its own shards. Sealing replaces all of them by one file and
 the manifest of writer 0.
 """

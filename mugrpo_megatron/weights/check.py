@@ -134,7 +134,7 @@ Shards = list[tuple[int, str, torch.Tensor]]
 
 
 def _by_name(bucket: Bucket, flat: torch.Tensor, weight_sync: WeightSync) -> list[Shards]:
-    """The bucket's tensors as the engine shards them, in order, in a list for each parameter of the engine."""
+    """For each parameter of the engine in the bucket, the shards of the tensors that it consists of, in order."""
     # A fused parameter's bytes are those of its tensors, one after the other, in the order in which the plan has them:
     # q, k, v; gate, up; expert by expert.
     by_name: defaultdict[str, Shards] = defaultdict(list)

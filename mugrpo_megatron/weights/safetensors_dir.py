@@ -71,7 +71,7 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
     """Find every tensor of a checkpoint, and compare names and shapes with those of the architecture.
 
     Only headers are read, and for a tied output layer the data of it and of the embedding. Rotary frequencies and
-    layers of multi-token prediction are ignored; the index may name or lack these and a tied output layer.
+    layers of multi-token prediction are ignored; about these and a tied output layer index and files need not agree.
 
     Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
     that the architecture does not have, a wrong shape, and a tied output layer that differs from the embedding.
