@@ -46,7 +46,7 @@ DEVICES = {
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Equal nodes with equal devices, one rank on each."""
+    """Equal nodes with equal devices; each device has one rank."""
 
     nodes: int
     per_node: int
@@ -63,14 +63,14 @@ class Cluster:
 def engines_of(section: EngineSection, cluster: Cluster) -> int:
     """Number of engines of the whole cluster, which share one queue of prompts.
 
-    Raises UserError, naming the sizes that work, when the ranks of a node cannot be divided into engines.
+    Raises UserError, which says what to change, when the ranks or nodes cannot be divided into engines.
     """
     return _first_slot(section, cluster).engines
 
 
 def replicas_of_engines(section: EngineSection, cluster: Cluster, weight_bytes: float) -> int:
     """Number of replicas, each with the `weight_bytes` bytes of weights, that an engine runs; 1 on CUDA. Raises
-    UserError when the ranks of a node cannot be divided into engines."""
+    UserError when the ranks or nodes cannot be divided into engines."""
     return replicas_of(section, weight_bytes, _first_slot(section, cluster).local_engines, _cores(cluster))
 
 

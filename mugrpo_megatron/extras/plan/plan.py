@@ -174,7 +174,7 @@ def _problems(case: PlanCase) -> list[str]:
         return wrong
     try:
         need = memory(case, engine_memory(case))
-    except UserError as error:  # the ranks of a node cannot be divided into engines
+    except UserError as error:  # the ranks or nodes cannot be divided into engines
         return [str(error)]
     return [f"{case.layout} on {case.cluster} does not fit: {'; '.join(need.problems)}"] if not need.fits else []
 

@@ -210,7 +210,7 @@ def _engine_fits(case: PlanCase) -> bool:
         return False
     try:
         engine = engine_memory(case)
-    except UserError:  # the ranks of a node cannot be divided into engines
+    except UserError:  # the ranks or nodes cannot be divided into engines
         return False
     return engine.requests >= 1 and (not case.cuda or engine.total + rest_bytes(case) <= case.cluster.device.memory)
 

@@ -131,8 +131,8 @@ def fill_shard(
 
     The process has a learner of its own, of one rank, that only computes log-probabilities. Groups that an earlier
     process put on disk stay. Raises UserError when `stage` is given and is not the run's next one, when another process
-    fills the same shard, when the shard was begun with other weights, and when no server can be used; Stopped, with
-    every group on disk, when asked to stop.
+    fills the same shard, when the shard was begun with other weights, other problems or another number of shards, and
+    when no server can be used; Stopped, with every group on disk, when asked to stop.
     """
     check_servers(recipe)
     with open_shard(recipe, shard, stage, problems) as opened:
