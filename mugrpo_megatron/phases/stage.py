@@ -113,7 +113,7 @@ class TrainingStage:
             yield
 
     def record(self, cursor: Cursor, batch: Batch, metrics: dict[str, float]) -> None:
-        """Log the update, advance the bar, and probe the policy if `probe_ages` has the new age.
+        """Log the update, advance the bar, and probe the policy at the ages of `stages.probe.probe_ages`.
 
         Raises TrainingFailure, with the learner saved, after MOST_SKIPPED skipped updates in a row.
         """

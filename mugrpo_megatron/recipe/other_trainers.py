@@ -26,7 +26,8 @@ class Equivalent(NamedTuple):
 def equivalents() -> dict[str, Equivalent]:
     """Returns a dictionary: another trainer's key -> the recipe keys that mean the same.
 
-    An ambiguous key has its section in front. The file is read at the first call, since only mistakes need it.
+    A key whose name alone is ambiguous has its section in that trainer in front. The file is read at the first call,
+    since only mistakes need it.
     """
     tables = tomllib.loads(files(__package__).joinpath("other_trainers.toml").read_text(encoding="utf-8"))
     return {

@@ -222,7 +222,8 @@ def _largest(parts: Sequence[Row]) -> float | None:
 
 
 def _each_stage(data: ChartData, metric: str, color: str) -> Iterable[Series]:
-    """Curves of a metric over age: one for each stage, or for many stages the median with a band from 10 to 90 %."""
+    """Curves of a metric over age: one for each stage, or for more than MAX_LINES_BY_AGE stages the median with a band
+    from 10 to 90 %. None for a single stage, and if every stage has a single update."""
     if not data.ages or not any(row["age"] for row in data.run.updates):
         return
     ages = ages_of(data.run.updates)

@@ -105,7 +105,8 @@ class WorkerProcess:
         self.connection.close()
 
     def exit_status(self) -> str:
-        """The exit status of a worker that has closed its connection, as text: `exit code 3`, `SIGKILL`."""
+        """The exit status of a worker that has closed its connection, as text: `exit code 3`, `SIGKILL`, or `without
+        exiting` if it still runs after DEATH_SECONDS."""
         try:
             code = self.process.wait(DEATH_SECONDS)
         except subprocess.TimeoutExpired:

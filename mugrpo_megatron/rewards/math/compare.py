@@ -169,7 +169,7 @@ def _same_text(text: str, gold: Gold) -> bool:
 
 
 def _chooses(text: str, gold: Gold) -> bool:
-    """Whether the answer names the gold's letter, or the text of its option without a letter.
+    """Whether the answer names the gold's letter, or has no letter and equals the text of the gold's option.
 
     The letter does not count if the answer has a number beside it that is not the option's.
     """
@@ -254,7 +254,7 @@ def _compare_other(text: str, gold: Gold) -> Outcome:
 
 
 def _name_one_function(one: str, other: str) -> bool:
-    """Whether two left sides are `y` and a function of one variable, such as `f(x)`."""
+    """Whether one of two left sides is `y`, and the other a function of one variable, such as `f(x)`."""
     return any(left.strip() == "y" and _OF_X.fullmatch(right.strip()) for left, right in ((one, other), (other, one)))
 
 

@@ -273,7 +273,7 @@ def answer_of(response: str, extract: Extract = "final", text_gold: bool | None 
 
     "boxed" takes the last `\boxed{}` or `\fbox{}`, joined with boxes before it if only "and", commas and the like are
     between them. "final" takes the first of these that exists: the response, if it is an integer; the last box; the
-    text after the last `####`; the text after the last "answer is" or "answer:" in its sentence; a displayed `$$...$$`
+    text after the last `####`; the rest of the sentence after the last "answer is" or "answer:"; a displayed `$$...$$`
     at the end; the last line, or if that is prose, its last formula or number. "last_number" takes the last number
     anywhere. "auto" is "final"; a recipe whose prompts ask for a box turns it into "boxed".
 

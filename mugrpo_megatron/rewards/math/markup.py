@@ -28,7 +28,7 @@ _ASSISTANT = re.compile(
 
 
 def answering_turn(text: str) -> str:
-    """The text of the assistant's last turn that has any, without the tokens that begin and end the turn.
+    """The text of the assistant's last turn that is not empty, without the tokens that begin and end the turn.
 
     Responses of this project have no such tokens, but those in files of other programs may. Text after the token that
     ends the turn belongs to another turn and is left out.
