@@ -1,4 +1,4 @@
-"""Opens a safetensors file, whose header the library checks; imports neither torch nor numpy."""
+"""Opens a safetensors file, whose header the library checks. Importing this module imports neither torch nor numpy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mugrpo_megatron.errors import UserError
 def open_weights(path: Path, framework: str = "numpy") -> Iterator[Any]:
     """Yield the library's handle of a file. Raises UserError if the file is damaged or cannot be read.
 
-    `framework`: `numpy`, or `pt` for tensors of torch; the library imports it when a tensor is read.
+    `framework`: `numpy`, or `pt` for tensors of torch; the library imports it when the file is opened.
     """
     try:
         with safe_open(path, framework=framework) as opened:

@@ -94,7 +94,10 @@ class Learner:
         return min(ranks.threads, MOST_LANES)
 
     def offload(self, part: Part) -> None:
-        """Move one part of the learner's state to host memory and free it on the device; does nothing on CPU."""
+        """Move one part of the learner's state to host memory and free it on the device; does nothing on CPU.
+
+        Gradients are freed without a copy: `reload` restores them as zeros.
+        """
         if self.ranks.device.type != "cuda" or part in self.offloaded:
             return
         buffers = [buffer for shard in shards(self.optimizer) for buffer in shard.buffers]

@@ -139,7 +139,8 @@ def _flat(rows: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 def from_token_loss(learner: Learner, token_loss: TokenLoss, temperature: float) -> HiddenLoss:
     """Make the function that computes `token_loss` of a micro-batch's log-probabilities at `temperature`.
 
-    `token_loss` may be any differentiable function. The output layer takes 4 GEMMs instead of the fused path's 3.
+    `token_loss` may be any differentiable function. The output layer takes 4 GEMMs; the fused path takes 3 for
+    most objectives.
     """
 
     def loss(model: PolicyModel, hidden: torch.Tensor, batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
