@@ -138,8 +138,8 @@ def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
 
     It does not wait until the engine has loaded.
 
-    `local` is the engine or follower process that this rank runs. Returns a sentence that says on which other nodes the
-    processes of its engine had ended, if the leader's process was running; else an empty text.
+    `local` is the engine or follower process that this rank runs. If processes of its engine had ended beside the
+    leader's, which was running, returns a sentence that says on which nodes; else an empty text.
     """
     statuses = world.gather(None if local is None else node_status(local.slot.number, local.slot.node, local.running))
     if local is None:
@@ -183,7 +183,7 @@ def start_engines(
         display.say(f"The engine's weights are not compared with the learner's: {reason}.")
     # Engine and learner take turns on a GPU, and the learner's turn is first: its weights are reloaded next, and if the
     # run resumes inside a stage, it trains. So the engine releases its memory now (SGLang's release_memory_occupation)
-    # and gets weights at the first sync. On CPU a restart would gain nothing, so an engine that restarts stays awake.
+    # and gets weights at the first sync. On CPU it stays awake if sleeping would end its process ("restart").
     if finds_cuda() or recipe.engine.between_stages == "sleep":
         engines.sleep()
     return engines

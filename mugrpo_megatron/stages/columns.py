@@ -9,8 +9,8 @@
     behaviour.json, stage00003-age00040.json     identity of each column, and the checksums of all its bytes
 
 A column is complete once its JSON file is written. Its identity names the stage's content and the policy, so the column
-of another stage or policy is refused. If you remove both files, and the checkpoints that are newer than the policy
-(`recompute_remedy`), the same command computes the column again.
+of another stage or policy is refused. If you remove both files, and the checkpoints that an error about the column
+names, the same command computes the column again.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def split_to_hf(entry: Entry, unsharded: torch.Tensor, architecture: Architectur
 
     The views of `qkv` are [groups, rows of a group, ...], those of queries with gates [groups, heads, 2, dim, ...].
     They are not in the tensors' shapes, because reshaping them would copy. A rank's shard of a linear layer may be
-    passed too: the views are then of that rank's shard of each tensor.
+    passed too, but not a part of a `stacked` one: the views are then of that rank's shard of each tensor.
     """
     if entry.row.form in ("qkv", "qkv_gated"):
         groups = architecture.transformer["num_query_groups"]
