@@ -44,7 +44,7 @@ class Saved(TypedDict):
     updates_done: Count
     steps_done: Count
     loss_scaler: NotRequired[dict[str, float]]
-    """Loss scale of a float16 learner; empty or absent otherwise."""
+    """State of the loss scaler of a float16 learner; empty or absent otherwise."""
     model: dict[str, str | int]
     files: dict[str, str]
     """Name -> SHA-256 of every other file."""

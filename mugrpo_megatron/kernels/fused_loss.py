@@ -65,7 +65,7 @@ class _Gradients:
     weight: Tensor | None
     """float32 [V / tp, H]: gradient of the output weight; None if the weight is not trained."""
     scale: float
-    """Factor of both gradients: the loss scale."""
+    """Factor of both gradients: the loss scale, or 1 if autograd accumulates the weight's gradient."""
 
 
 def fused_policy_loss(

@@ -88,8 +88,8 @@ class ContextSplit:
     keys: list[int]
     """[P]: number of rows that each span attends to, from its segment's start to the span's end."""
     key_rows: torch.Tensor
-    """int64 [sum of keys]: where the rows that each span attends to stand among all ranks' gathered rows, which follow
-    each other by rank."""
+    """int64 [sum of keys]: indices of the rows that each span attends to, among the rows of all ranks gathered in rank
+    order."""
     cu_queries: torch.Tensor
     """int32 [P + 1]: where each span's queries start, and where the last span's end."""
     cu_keys: torch.Tensor

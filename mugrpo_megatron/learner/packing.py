@@ -32,7 +32,7 @@ class TokenSequence:
     mask: np.ndarray | None = None
     """bool [n - prompt]: the tokens after the prompt that have a loss; None if all have one."""
     support_ids: np.ndarray | None = None
-    """int [trained, k]: token ids that the softmax of each trained token runs over, padded with -1; None for all."""
+    """int [trained, k]: ids that each trained token's softmax runs over, padded with -1; None for the vocabulary."""
 
     @property
     def trained(self) -> int:
@@ -81,7 +81,7 @@ class MicroBatch:
     routing: Routing | None = None
     """The experts that the routers replay or record; None lets them choose."""
     support_ids: torch.Tensor | None = None
-    """int64 [T, k]: token ids that the softmax at each trained token runs over, padded with -1; None for all."""
+    """int64 [T, k]: ids that each trained token's softmax runs over, padded with -1; None for the vocabulary."""
 
 
 def sequence_of(sample: Sample, masked: bool = False) -> TokenSequence:

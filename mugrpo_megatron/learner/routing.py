@@ -72,7 +72,8 @@ class Routing:
     """int64 [t]: where each row's token stands among all tokens of the update that predict a token; -1 for rows that
     predict nothing, which get experts round robin."""
     experts: Mapping[int, torch.Tensor]
-    """Number of a layer of this rank -> uint8 or uint16 [t, k], on the host: the routes to replay."""
+    """Number of a layer of this rank -> uint8 or uint16 [t, k], on the host: the routes to replay. With `record`
+    they are round robin, and only those of rows without an index are used."""
     record: bool
     """Whether the routers choose experts for the rows with an index, and `recorded` keeps them; else they replay."""
     recorded: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -16,13 +16,13 @@ from mugrpo_megatron.observe.metrics import Row, in_order, mean_in, values_in
 from mugrpo_megatron.pages import page_address
 
 EQUAL = 0.9
-"""Fraction of groups with equal rewards above which a warning is given."""
+"""Fraction of groups with equal rewards from which on a warning is given."""
 UNSCORED = 0.2
-"""Fraction of responses without a reward above which a warning is given."""
+"""Fraction of responses without a reward from which on a warning is given."""
 CUT = 0.5
-"""Fraction of truncated responses above which a warning is given."""
+"""Fraction of truncated responses from which on a warning is given."""
 UNPARSED = 0.9
-"""Fraction of held-out responses without an answer above which a warning is given."""
+"""Fraction of held-out responses without an answer from which on a warning is given."""
 SILENT, FALLEN = 0.003, 0.05
 """Bounds of the entropy: in nats, and as a fraction of the entropy at the start. Below the larger of the two, responses
 hardly vary."""
@@ -36,7 +36,7 @@ MISMATCH = 0.05
 """Mean |log π_engine − log π_learner| in nats above which a warning is given; two correct implementations stay below
 0.02 in bfloat16."""
 CLIPPED = 0.95
-"""Fraction of updates with a clipped gradient above which a warning is given."""
+"""Fraction of updates with a clipped gradient from which on a warning is given."""
 MIN_UPDATES = 8
 """Fewest updates in which a trend can be seen."""
 LEAP, LEAP_TOKEN = 1.0, 0.001

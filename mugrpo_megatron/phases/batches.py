@@ -33,7 +33,7 @@ AUXILIARY_REMEDY = (
 @dataclass(frozen=True, slots=True)
 class Batch:
     samples: list[Sample]
-    """The samples of the update. They have their problems' rows if the user has an advantage function."""
+    """The samples of the update. Their problems' rows are read with them only for a user's advantage function."""
     rewards: np.ndarray
     """float64 [N]: the rewards that advantages are computed from."""
     groups: np.ndarray
