@@ -123,8 +123,8 @@ def check_layers(learner: LearnerSection, dtype: str, cuda: bool) -> None:
     setting = f'learner.layers = "{learner.layers}"'
     if learner.fp8 != "none" and dtype != "bfloat16":
         raise UserError(
-            f"{setting} keeps the weights, and computes what is not in fp8, in bfloat16; set model.dtype = "
-            '"bfloat16", or learner.layers = "local"'
+            f"{setting} keeps the weights, and computes what is not in fp8, in bfloat16, so it "
+            'needs model.dtype = "bfloat16"; set that, or learner.layers = "local"'
         )
     if not cuda:
         raise UserError(f'{setting} needs CUDA, and this learner runs on CPU; set it to "local" or "auto"')
