@@ -151,7 +151,7 @@ def _read(path: Path) -> dict[str, Any] | None:
     try:
         return dict(read_checksummed_json(path, name))
     except (OSError, ValueError, TypeError):
-        raise UserError(f"{path}: damaged, so {subject} cannot be checked; {_accept(path)}") from None
+        raise UserError(f"{path}: damaged or unreadable, so {subject} cannot be checked; {_accept(path)}") from None
 
 
 def _write(path: Path, sums: Mapping[str, Any]) -> None:

@@ -51,7 +51,9 @@ def read_published(directory: Path) -> Published | None:
     try:
         return Published(**read_checksummed_json(path, "published", format=FORMAT))
     except (OSError, ValueError, TypeError, KeyError):
-        raise UserError(f"{path}: damaged or of another version; publish the stage again, or fetch it again") from None
+        raise UserError(
+            f"{path}: damaged, unreadable or of another version; publish the stage again, or fetch it again"
+        ) from None
 
 
 def write_published(directory: Path, published: Published) -> None:

@@ -89,7 +89,9 @@ def read_record(run_dir: Path) -> RunRecord | None:
         origin = Branch(**branch) if branch else None, HubModel(**model) if model else None
         return RunRecord(body["id"], *origin, body.get("weights", ""))
     except (OSError, ValueError, TypeError, KeyError):
-        raise UserError(f"{path}: damaged, so this run cannot be identified; restore the file from a copy") from None
+        raise UserError(
+            f"{path}: damaged or unreadable, so this run cannot be identified; restore it from a copy"
+        ) from None
 
 
 def write_record(run_dir: Path, record: RunRecord) -> None:

@@ -132,7 +132,7 @@ def _unreadable(path: Path) -> str:
             f"the stage has format {version}, and this version reads format {FORMAT} alone; finish the run with the "
             "version that began it"
         )
-    return "damaged, so the stage's contents are unknown; restore it from a copy"
+    return "damaged or unreadable, so the stage's contents are unknown; restore it from a copy"
 
 
 def _manifest(body: Any) -> Manifest:
