@@ -279,8 +279,8 @@ SHARD_TOKENS = 1 << 20
 SHARD_RESPONSES = 4096
 SHARD_ROUTES = 1 << 27
 SHARD_SECONDS = 10.0
-"""Limits on what a killed process can lose. A shard is written when its oldest group is this many seconds old, or when
-it has this many tokens, responses, or bytes of routes."""
+"""Limits on what a killed process can lose. A shard is written with the first group that is finished this many seconds
+after the last write, or when it has this many tokens, responses, or bytes of routes."""
 ROW_GROUP_TOKENS = 1 << 14
 """Most tokens in a row group of a shard, unless a single group of responses has more: no group of responses is in two
 row groups. Sealing reads whole row groups."""
@@ -296,11 +296,10 @@ class ShardBuffer:
     responses: int = 0
     routes: int = 0
     """Bytes of the routes in the buffered groups."""
-    since: float = 0.0
+    since: float = field(default_factory=lambda: time.monotonic())
+    """When the last shard was written, on the monotonic clock in seconds."""
 
     def add(self, group: list[Sample]) -> None:
-        if not self.groups:
-            self.since = time.monotonic()
         self.groups.append(group)
         self.tokens += _tokens(group)
         self.responses += len(group)

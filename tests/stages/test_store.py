@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -92,7 +94,10 @@ def test_updates_come_back_in_order_however_groups_completed(
     assert sorted(path.name for path in directory.iterdir()) == ["manifest.json", "stage.parquet"]
 
 
-def test_groups_that_are_buffered_only_are_lost_with_the_process_and_no_others(tmp_path: Path) -> None:
+def test_groups_that_are_buffered_only_are_lost_with_the_process_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "SHARD_SECONDS", math.inf)
     store = StageStore(tmp_path)
     for index in range(SHARD + 2):
         store.append(group(index))
@@ -107,6 +112,19 @@ def test_an_old_buffer_is_written_before_it_is_full(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(files, "SHARD_SECONDS", 0.0)
     store.append(group(1))
     assert StageStore(tmp_path).verified_groups() == {0, 1}
+
+
+def test_a_group_that_comes_long_after_the_last_write_is_written_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However rare the groups are, a kill loses those alone that came soon after a write."""
+    now = 100.0
+    monkeypatch.setattr(files, "time", SimpleNamespace(monotonic=lambda: now))
+    store = StageStore(tmp_path)
+    for index, later in enumerate((30.0, 1.0, 1.0, 30.0)):
+        now += later
+        store.append(group(index))
+        assert StageStore(tmp_path).verified_groups() == ({0} if index < 3 else {0, 1, 2, 3})
 
 
 def test_no_group_twice(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def timed_client(seen: Path, run: Path, arguments: Sequence[str]) -> int:
 def write_prompts(job: Job) -> None:
     """The prompts of the client's stage as texts, for the benchmark."""
     tokenizer = AutoTokenizer.from_pretrained(job.folder / "model")
-    prompts = {}
+    prompts: dict[int, list[int]] = {}
     for path in sorted((job.folder / "run" / "stages" / "00000").glob("*.parquet")):
         table = pq.read_table(path, columns=["group", "prompt_ids"]).to_pylist()
         prompts |= {row["group"]: row["prompt_ids"] for row in table}

@@ -106,7 +106,7 @@ class Known:
     def cut(self, ids: list[int], logprobs: list[float]) -> Answer:
         if self.policy.ends not in ids:
             return ids, logprobs, "length"
-        length = ids.index(self.policy.ends) + 1
+        length = ids.index(int(self.policy.ends)) + 1
         return ids[:length], logprobs[:length], "stop"
 
 
