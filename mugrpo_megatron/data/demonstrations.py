@@ -70,7 +70,7 @@ class Sequences:
     pairs: list[tuple[list[int], list[int]]] = field(default_factory=list)
     """Token ids of each demonstration: (prompt, response with the end-of-sequence token)."""
     too_long: int = 0
-    """Number of demonstrations that are left out because they are too long."""
+    """Number of demonstrations that are left out because they are too long or have an empty prompt."""
     notes: list[str] = field(default_factory=list)
 
 

@@ -131,7 +131,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Problems:
-    """Usable problems, and notes about rows and problems that are left out."""
+    """Usable problems, and notes about the data: how rows were read, and what is left out."""
 
     train: list[Problem]
     held_out: list[Problem]
@@ -140,13 +140,13 @@ class Problems:
 
 @dataclass(frozen=True, slots=True)
 class PreparedData:
-    """Training and held-out problems with their prompts, and notes about what was left out."""
+    """Training and held-out problems with their prompts, and notes about the data."""
 
     train: FittingPrompts
     held_out: FittingPrompts
     """Problems of all sets, concatenated; a problem's `source` is its set's name."""
     notes: list[str]
-    """Sentences about what was left out or looks wrong, and the first prompt."""
+    """Sentences about how rows were read, what was left out and what looks wrong, and the first prompt."""
 
 
 def prepare(

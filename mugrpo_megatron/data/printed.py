@@ -69,7 +69,10 @@ def with_parsed_texts(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def parsed_text(name: str, text: str) -> Any:
-    """The chat, object or list that the text of the column `name` stands for; plain text is returned unchanged."""
+    """The chat, object or list that the text of the column `name` stands for; any other text is returned unchanged.
+
+    Raises ValueError for a text that begins like the list or object that this column holds and cannot be read.
+    """
     kind = dict if name in OBJECTS else list
     is_chat = name not in (*OBJECTS, *LISTS)
     if re.match(r"\s*\"\s*[\[{]", text):  # perhaps a JSON string whose content is JSON again
