@@ -122,7 +122,7 @@ def veto(
 
 
 def weighed_by_prefix(advantage: Tensor, config: ObjectiveSection) -> Tensor:
-    """bool [T]: whether a token is weighed by its prefix; `advantage` [T] has the advantage of each token's response."""
+    """bool [T]: whether a token is weighed by its prefix; `advantage` [T] is that of the token's response."""
     return (advantage < 0) | (config.prefix_signs == "both")
 
 
