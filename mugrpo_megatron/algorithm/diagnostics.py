@@ -94,7 +94,7 @@ def metrics(loss: Tensor, tokens: TokenBatch, clipped: Tensor, mask: KeepMask, i
 
     Args:
         loss: [], the loss of the update.
-        clipped: bool [T], as in `surrogates.SurrogateLoss`.
+        clipped: bool [T], whether the clip acts on a token (`surrogates.SurrogateLoss`).
     """
     logprobs, log_ratio, advantages, segments = tokens.logprobs, tokens.log_ratio, inputs.advantages, inputs.segments
     values: dict[str, Tensor] = {"loss": loss, "update_tokens": loss.new_full((), len(logprobs), dtype=torch.float64)}

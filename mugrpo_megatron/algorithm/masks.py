@@ -75,10 +75,10 @@ def counted_responses(
 
     `zero_variance = "mask"` takes out groups with equal rewards (DAPO, arXiv 2503.14476, eq. 8 with its constraint),
     and so does `"leave_out"`, under which an update has such groups only if its stage has no others. `truncated =
-    "mask"` takes out responses that were cut (overlong filtering, section 3.4 there; `mask_truncated_completions` of
-    TRL, `overlong_filtering` of NeMo-RL, `apply_overlong_filtering` of SkyRL). What is taken out has no KL penalty and
-    no entropy bonus either. Advantages do not change: a cut response's reward is in its group's baseline, and a group
-    that has only cut responses trains nothing.
+    "mask"` takes out responses that were cut (overlong filtering, DAPO's section 3.4; `mask_truncated_completions`
+    of TRL, `overlong_filtering` of NeMo-RL, `apply_overlong_filtering` of SkyRL). What is taken out has no KL penalty
+    and no entropy bonus either. Advantages do not change: a cut response's reward is in its group's baseline, and a
+    group that has only cut responses trains nothing.
 
     Args:
         rewards: [N], without penalties (`advantages.before_penalty`).

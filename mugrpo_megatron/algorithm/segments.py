@@ -128,7 +128,7 @@ def select_responses(segments: Segments, responses: Tensor, tokens: int | None =
     """Select the n whole responses that `responses` int64 [n] lists, with t tokens in all.
 
     Returns their segments, in the order of `responses`, and the int64 [t] indices of their tokens among the tokens of
-    `segments`. `tokens` is t if the caller knows it, as for `make_segments`.
+    `segments`. `tokens` is t if the caller knows it; the host then does not wait for the device.
     """
     selected = make_segments(segments.lengths[responses], segments.weights[responses], tokens)
     starts = (segments.lengths.cumsum(0) - segments.lengths)[responses]
