@@ -98,7 +98,7 @@ def hand_over(run: Run, learner: Learner, engines: Engines, cursor: Cursor) -> N
     engine."""
     with run.phase("sync", cursor) as facts:
         learner.reload()  # still offloaded if an engine failed after the last hand-over
-        expected = expected_logprobs(run, learner, engines)  # of a few texts, once after each engine start
+        expected = expected_logprobs(run, learner, engines)  # of a few texts, until every engine has agreed once
         learner.offload("optimizer")
         engines.wake("weights")
         facts |= engines.receive(cursor.updates)  # learner -> engine, bucket by bucket

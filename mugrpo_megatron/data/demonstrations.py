@@ -77,11 +77,16 @@ class Sequences:
 def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     """Read the rows of a source, or of several separated by commas: a file, a named data set or one of the hub.
 
-    A row has a prompt, text or messages in one of the columns `QUESTIONS`, and a response. The response is text or
-    messages in one of the columns `RESPONSES`, where each message of the assistant is a response; or the last turn of a
-    chat (`CHATS`); or else one of `SOLUTIONS`. If turns of the assistant in a chat have a `weight`, every turn of the
-    assistant with another weight than 0 is a response. A prompt without a system turn gets `data.system_prompt`, as in
-    RL. Raises UserError that names malformed rows, unless `data.strict` is false, and when no row is usable.
+    A row has a prompt and a response. The prompt is one of the columns `QUESTIONS`, as text or as messages. The
+    response comes from the first of these that the row has:
+
+    - one of the columns `RESPONSES`, as text or as messages, of which each of the assistant's is a response;
+    - the last turn of a chat (`CHATS`). If turns of the assistant in it have a `weight`, each of them with weight 1 is
+      a response;
+    - one of the columns `SOLUTIONS`.
+
+    A prompt without a system turn gets `data.system_prompt`, as in RL. Raises UserError when no row is usable, and
+    unless `data.strict` is false for malformed rows, which it names.
     """
     rows_read: list[Demonstration] = []
     malformed: list[str] = []

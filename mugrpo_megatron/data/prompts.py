@@ -248,9 +248,10 @@ def apply_template(
     arguments: Mapping[str, Any],
     is_prompt: bool,
 ) -> str:
-    """A chat as the template writes it, with quoted special tokens marked for `encode_quoting`.
+    """A chat as the template writes it. Special tokens that stand in the messages' text are marked, so that
+    `encode_quoting` encodes them as characters.
 
-    An argument in `arguments` replaces one of the same name in `template`.
+    An argument in `arguments` replaces one of the same name in `template`; its special tokens must be marked already.
     """
     return str(
         tokenizer.apply_chat_template(

@@ -95,7 +95,9 @@ def _check_pictures(row: Mapping[str, Any], question: str) -> None:
         if isinstance(shown, str) and _PICTURE_FILE.search(shown):
             raise ValueError(f"has pictures or sound in column {name!r} ({shown[:60]}), and only text can be read")
     if place := _PLACE.search(question):
-        raise ValueError(f"has a place for a picture, {place[0].strip()!r}, in its question, and only text can be read")
+        raise ValueError(
+            f"has a place for pictures or sound, {place[0].strip()!r}, in its question, and only text can be read"
+        )
 
 
 def problem_of(

@@ -37,8 +37,8 @@ def statistics(logits: Tensor, scale: float, valid: int, targets: Tensor) -> Ten
         targets: int64 [n] columns; outside [0, valid) where another rank holds the target.
 
     Returns:
-        Rows, where a logit is scaled: maximum m; sum of exp(logit - m); sum of exp(logit - m) * logit; the target's
-        logit, or 0 if another rank holds it.
+        Four rows, in which `logit` is a logit times `scale`: the maximum m; sum of exp(logit - m); sum of
+        exp(logit - m) * logit; the target's logit, or 0 if another rank holds it. With `valid` = 0: FLOOR, 0, 0, 0.
     """
     out = torch.zeros(4, len(logits), dtype=torch.float32, device=logits.device)
     if not valid:

@@ -169,7 +169,8 @@ def _device() -> torch.device:
 
 
 def _join(backend: str, timeout: timedelta) -> None:
-    """Create the world's process group once every rank has arrived; CollectiveFailure if one does not in `ARRIVAL`."""
+    """Create the world's process group once every rank has arrived. Raises CollectiveFailure if a rank has not arrived
+    after `ARRIVAL`."""
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     store: dist.Store = dist.HashStore()  # a single process needs no port
     if world > 1:

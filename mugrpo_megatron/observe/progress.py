@@ -65,7 +65,8 @@ class Bar:
         return ", ".join(parts)
 
     def left(self) -> str:
-        """Returns the time that the remaining units take at the average rate; "" if unknown."""
+        """Returns the time that the remaining units take at the average rate, as `TIME left`; "" if it is unknown, and
+        when no unit remains."""
         if not self.total or not self.done or self.done >= self.total:
             return ""
         return f"{duration(self.seconds * (self.total - self.done) / self.done)} left"

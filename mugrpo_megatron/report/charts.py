@@ -164,7 +164,7 @@ def _at_temperature(sections: Iterable[dict[str, Any]]) -> str:
     return "greedily" if values == [0] else f"at temperature {' and '.join(f'{value:g}' for value in values)}"
 
 
-# ---------------------------------------------------------------- series that are not metrics over time
+# ---------------------------------------------------------------- series that take more than a list of metrics
 
 
 def _reward(data: ChartData) -> Iterable[Series]:

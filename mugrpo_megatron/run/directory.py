@@ -110,7 +110,8 @@ class RunDirectory:
         return self.proximal_files / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def probe(self, stage: int) -> Path:
-        """The directory of the stage's probe, outside the stage's directory, whose files branches share by links."""
+        """The directory of the stage's probe. It is outside the stage's directory, because branches share the files of
+        that directory by links."""
         return self.path / "probe" / f"stage{stage:05d}"
 
     def samples(self, updates: int) -> Path:

@@ -118,8 +118,9 @@ def loads_beside_learner(engine: EngineSection) -> bool:
 def launch(
     recipe: Recipe, logs: Path, stopping: Callable[[], bool], stack: ExitStack, host: HostProcess | None = None
 ) -> Launched:
-    """Launch this rank's engine, if it leads one, and a verifier with `reward.workers` processes, by default its share
-    of half of the node's cores.
+    """Launch an engine and a verifier, if this rank leads an engine. The verifier has `reward.workers` processes, by
+    default half of the node's cores divided by the node's engines. A rank that joins another node's engine gets a
+    `FollowerNode` instead.
 
     The engine loads in the process `host`, or without it in a new one; this does not wait until it has loaded. `stack`
     ends engine and verifier. An engine over several nodes is only prepared: `engines.rendezvous` launches its

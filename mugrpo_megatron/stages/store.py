@@ -252,9 +252,10 @@ class StageStore:
         # The engines get weights once for each stage, so all its groups have one weight version. Asynchronous trainers
         # (prime-rl, AReaL) update engines while they sample, and mix versions in a batch.
         if self._origin and any(sample.weight_version != self._origin.updates for sample in group):
+            found = sorted({str(sample.weight_version) for sample in group})
             raise ValueError(
-                f"group {index} was not sampled after {self._origin.updates} updates, as all groups of "
-                f"{self.directory} have to be"
+                f"group {index} was sampled with the weights after {', '.join(found)} updates, and all groups of "
+                f"{self.directory} have to be sampled with those after {self._origin.updates}"
             )
         optional = optional_columns(group)
         if self._columns is None:

@@ -343,7 +343,8 @@ def decoder(
             "qk_layernorm": False,
             "attention_dropout": 0.0,
             "hidden_dropout": 0.0,
-            # cos and sin both have YaRN's factor, so a score has its square.
+            # YaRN multiplies cos and sin by a factor, so a score by its square. The learner leaves cos and sin as they
+            # are, and multiplies the score here. Latent attention has another factor.
             "softmax_scale": (rotary.score_factor if latent else rotary.attention_factor) ** 2
             / math.sqrt(latent.head if latent else head_dim),
             **transformer,

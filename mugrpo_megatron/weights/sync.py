@@ -203,8 +203,8 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
             # has shared (torch/multiprocessing/reductions.py), and a handle that is never opened would keep the memory.
             serialized = _serialize_for_engine(weight_sync, engine, bucket, flat) if served else []
             loading = loader.submit(_load, engine if served else None, serialized, flat)
-            # On CUDA only `loading` refers to the bucket's memory now. So the memory is freed when the next bucket's
-            # load takes its place there, after the vote.
+            # After this, on CUDA only the future `loading` refers to the bucket's memory. The memory is freed when
+            # `loading` becomes the next bucket's future, which is after the vote.
             del flat
         if loading:
             failure = _result(loading) or failure

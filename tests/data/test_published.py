@@ -112,7 +112,7 @@ def test_a_refusal_names_no_columns_where_there_are_none(row: dict[str, Any]) ->
             "pictures or sound in column 'image'",
         ),
         ({"question": "What is shown?", "answer": "15", "images": [{"path": "a"}]}, "column 'images'"),
-        ({"question": "<image>\nWhat is shown?", "answer": "15"}, "a place for a picture, '<image>'"),
+        ({"question": "<image>\nWhat is shown?", "answer": "15"}, "a place for pictures or sound, '<image>'"),
         ({"question": ["7+8?", "8+8?"], "answer": "15"}, "holds 2 texts"),
     ],
     ids=str,

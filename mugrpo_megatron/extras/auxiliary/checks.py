@@ -112,7 +112,10 @@ def _check_family(config: ModelConfig, where: str) -> None:
         *(path for folder in ("configs", "utils/hf_transformers") for path in _sources("sglang", f"srt/{folder}/*.py")),
     ]
     if files and not any(f'"{kind}"' in path.read_text("utf-8", "replace") for path in files):
-        raise UserError(f"{where}: SGLang has no model of model_type {kind!r}; correct its config.json")
+        raise UserError(
+            f"{where}: neither SGLang nor transformers has a model of model_type {kind!r}; correct config.json, or "
+            "take another model"
+        )
 
 
 def _sources(package: str, pattern: str) -> Iterator[Path]:

@@ -183,7 +183,8 @@ def has_tests(response: str, answer: object, row: Mapping[str, Any]) -> dict[str
 
 
 def assert_test(code: str, row: Mapping[str, Any]) -> AssertTest:
-    """Test code with the row's imports and setup before it. Raises ValueError if it cannot test a program."""
+    """Makes a test of the code, with the row's imports and setup before it. Raises ValueError if that is not valid
+    Python, or cannot test a program."""
     setup = row.get("test_setup_code") or ""
     imports = row.get("test_imports") or []
     before = [*(imports if isinstance(imports, list) else [imports]), setup]
@@ -291,7 +292,10 @@ def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str
     for node in imported:
         for name in [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]:
             if (root := name.partition(".")[0]) not in (*MODULES, "__future__") and root not in sys.stdlib_module_names:
-                raise ValueError(f"the tests import {name}; programs have the standard library, `solution` and `main`")
+                raise ValueError(
+                    f"the tests import {name}; they may import the standard library, and the program as `solution` or "
+                    "`main`"
+                )
     explicit = any(
         (isinstance(node, ast.ImportFrom) and node.module in MODULES and node.names[0].name != "*")
         or (isinstance(node, ast.Import) and any(alias.name in MODULES for alias in node.names))

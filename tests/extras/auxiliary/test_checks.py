@@ -72,7 +72,9 @@ def test_a_family_that_no_library_names_is_refused(model: Path, tmp_path: Path) 
     other = save_model(tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "model_type": "evil"}))
-    with pytest.raises(UserError, match=r"big\.model = .*: SGLang has no model of model_type 'evil'"):
+    with pytest.raises(
+        UserError, match=r"big\.model = .*: neither SGLang nor transformers has a model of model_type 'evil'"
+    ):
         check_auxiliaries(recipe(model, other), print)
     for known in FAMILIES:
         checks._check_family({"model_type": known}, "here")
