@@ -58,7 +58,7 @@ class Cursor:
     def advanced(self, schedule: ScheduleSection, sampled: int, exhausted: bool = False, nats: float = 0.0) -> Cursor:
         """The cursor after one more update on a stage that holds the responses of `sampled` updates.
 
-        The stage ends with its last update, or early if `exhausted`.
+        The stage ends with its last update, or early if `exhausted`. Unless it ends, `nats` becomes the new cursor's.
         """
         if exhausted or self.age + 1 >= self.updates_taken(schedule, sampled):
             repeated = max(0, self.age + 1 - sampled)

@@ -88,7 +88,7 @@ class RunDirectory:
         return {int(path.name): path for path in paths if path.is_dir()}
 
     def poisoned(self, stage: int, age: int) -> Path:
-        """The file with the batch of the last skipped update, of a run that ended because too many were skipped."""
+        """The file with the batch of the last skipped update; a run that ends because it skipped too many writes it."""
         return self.path / "poisoned" / f"stage{stage:05d}-age{age:05d}.parquet"
 
     def trace(self, update: int, rank: int) -> Path:
@@ -99,7 +99,7 @@ class RunDirectory:
     def proximal_files(self) -> Path:
         """The directory of the files that `proximal` names.
 
-        It is outside the stages' directories, whose files a branch shares with its source run by links.
+        It is outside the stages' directories, because a branch shares their files with its source run by links.
         """
         return self.path / "proximal"
 
@@ -121,14 +121,14 @@ class RunDirectory:
     def ref(self, stage: int) -> Path:
         """The file with the log-probabilities of the stage's samples under the reference policy.
 
-        It is outside the stage's directory, whose files branches share by links.
+        It is outside the stage's directory, because branches share that directory's files by links.
         """
         return self.path / "ref" / f"stage{stage:05d}.parquet"
 
     def auxiliary(self, stage: int, name: str) -> Path:
         """The file with what an auxiliary model computes for each response; `name` is `teacher-NAME` or `reward-NAME`.
 
-        It is outside the stage's directory, whose files branches share by links.
+        It is outside the stage's directory, because branches share that directory's files by links.
         """
         return self.path / "auxiliary" / f"stage{stage:05d}-{name}.parquet"
 
@@ -143,7 +143,9 @@ class RunDirectory:
 
 @contextmanager
 def open_directory(recipe: Recipe) -> Iterator[RunDirectory]:
-    """Create or open `run.dir`, write its record, recipe and checksums, and hold the directory's lock in the block.
+    """Create or open `run.dir`, and hold the directory's lock in the block.
+
+    Before the block, the run's record, its recipe and the checksums of the user's files are written.
 
     Raises UserError when this run must not write into the directory (`check_directory`), when another process holds the
     lock, and when the directory cannot be written.

@@ -60,7 +60,9 @@ class Engines:
         return self.leader.slot.number if self.leader else 0
 
     def wake(self, memory: MemoryTag) -> None:
-        """Allocate the engines' `memory`, once every rank has freed its own.
+        """Allocate the engines' memory of the kind `memory`, once every rank has called this.
+
+        The caller has offloaded the part of the learner that is in the way.
 
         With `weights`, engines that have failed are started again, and have loaded when this returns.
         """
@@ -121,7 +123,7 @@ class Engines:
             self.world.barrier()
 
     def rendezvous(self) -> None:
-        """Start, or restart, every engine over several nodes of which a process does not run.
+        """If a process of an engine over several nodes does not run, start or restart that engine on all its nodes.
 
         It does not wait until the engine has loaded.
         """
@@ -134,12 +136,11 @@ class Engines:
 
 
 def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
-    """Start, or restart, every engine over several nodes of which a process does not run. Collective.
+    """If a process of an engine over several nodes does not run, start or restart that engine on all its nodes.
 
-    It does not wait until the engine has loaded.
-
-    `local` is the engine or follower process that this rank runs. If processes of its engine had ended beside the
-    leader's, which was running, returns a sentence that says on which nodes; else an empty text.
+    Collective; it does not wait until the engine has loaded. `local` is the engine or the follower process that this
+    rank runs, or None. If the process of this engine's leader was running, and others of the engine were not, returns
+    a sentence that names their nodes; else an empty text.
     """
     statuses = world.gather(None if local is None else node_status(local.slot.number, local.slot.node, local.running))
     if local is None:

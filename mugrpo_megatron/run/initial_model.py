@@ -38,7 +38,10 @@ def with_model(
 
 
 def with_cached_model(recipe: Recipe, run_dir: Path | None = None) -> Recipe:
-    """`with_model` without a download: returns the recipe unchanged if its model is not in the hub's cache."""
+    """`with_model` without a download: returns the recipe unchanged where that raises UserError.
+
+    It does so if the model is not in the hub's cache, or if the run's record is damaged.
+    """
     try:
         return with_model(recipe, run_dir=run_dir, cached=True)
     except UserError:

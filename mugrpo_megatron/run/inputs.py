@@ -121,9 +121,9 @@ def check_user_files(recipe: Recipe) -> dict[str, str]:
 
 
 def record_user_files(recipe: Recipe) -> None:
-    """Write the checksums of user's files that the run does not have yet; UserError when one was edited since it began.
+    """Write the checksums of the user's files; UserError when one was edited although it must not be.
 
-    The caller holds the directory's lock.
+    `check_user_files` says which may be edited. The caller holds the directory's lock.
     """
     path, before = recipe.run.dir / USER_FILES, check_user_files(recipe)
     sums = {**before, **user_files(recipe)}

@@ -171,7 +171,8 @@ def check_hf(hf: Path, record: RunRecord | None) -> None:
 
 
 def provenance(record: RunRecord, cursor: Mapping[str, int] | None = None) -> dict[str, Any]:
-    """The content of hf/mugrpo.json: the run, the hub's model that it started from, and the cursor of the weights."""
+    """The content of hf/mugrpo.json: the run, the hub's model if it started from one, and, if given, the weights'
+    `cursor`."""
     from_hub = {"model": asdict(record.model)} if record.model else {}
     return {"run": record.id, **from_hub} | ({"cursor": dict(cursor)} if cursor else {})
 

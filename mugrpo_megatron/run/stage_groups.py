@@ -30,12 +30,14 @@ def group_prompt(recipe: Recipe, problems: PreparedData, cursor: Cursor, group: 
 def group_samples(
     group: ScoredGroup, rollout: RolloutSection, reward: RewardSection, objective: ObjectiveSection
 ) -> list[Sample]:
-    """Make the samples of a scored group. Failed episodes are left out, and unless judges will score the stage,
-    responses without a reward too.
+    """Make the samples of a scored group.
 
-    So a response that its reward function did not score, since it failed or does not apply, changes no baseline. If
-    no sample would be left, the first response becomes one. Unless judges will score the stage, all samples of a group
-    with such responses get the component `group.unscored`, the share of the responses without a reward.
+    Failed episodes are left out. Responses without a reward are left out too, unless judges will score the stage. So a
+    response that its reward function did not score, since it failed or does not apply, changes no baseline. If no
+    sample would be left, the first response becomes one.
+
+    If some responses have no reward and no judge will score the stage, every sample gets the component
+    `group.unscored`: the share of the group's responses without a reward.
     """
     unscored = [score.missing and not reward.judges for score in group.scores]
     failed = [

@@ -47,7 +47,8 @@ Append = Callable[[list[np.ndarray]], None]
 def recompute_remedy(later: str = "") -> str:
     """The remedy for a damaged column. `later` says which checkpoints are newer than the column's policy, for instance
     "inside this stage"; "" if none has to be removed."""
-    # The checkpoints must be removed too: the run has to resume from one whose weights are the column's policy.
+    # If there are such checkpoints, they must be removed too, because the run has to resume from one whose weights are
+    # the column's policy.
     also = f" and the checkpoints {later}" if later else ""
     return (
         f"restore both files of the column (values and .json index) from a copy, or remove them{also}: the same "

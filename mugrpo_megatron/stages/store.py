@@ -1,6 +1,6 @@
 """The durable stage: generation writes it, optimization reads it; the only interface between the two.
 
-The life of a stage in stages/00003/. Appending and sealing end by replacing `manifest.json`, durably.
+The life of a stage in stages/00003/. Appending and sealing end by replacing the writer's manifest, durably.
 
     step     written by           files                                read by          a kill leaves
     append   every engine's rank  shard-00000.parquet, manifest.json,  a resumed run    shards that a manifest lists;
@@ -239,8 +239,8 @@ class StageStore:
         return becomes_visible(lambda: self.sealed if sealed else self.listed_groups() >= groups)
 
     def append(self, group: list[Sample]) -> None:
-        """Add one finished group. It is safe on disk once its shard is written: when full, when old enough, or at
-        `flush`.
+        """Add one finished group. It is safe on disk once its shard is written: when the buffered groups reach a limit
+        (`ShardBuffer.due`), or at `flush`.
 
         Raises ValueError when this writer has the group already, when the stage is sealed, or when other weights than
         the origin's sampled the group; UserError for other columns than the stage has, and for a full disk.

@@ -21,7 +21,7 @@ class Rope:
     settings: tuple[Any, ...] = ()
     """Further arguments of this kind's function in `learner.operators`, after base and dim."""
     attention_factor: float = 1.0
-    """Factor that cos and sin are multiplied by (YaRN)."""
+    """Factor by which YaRN multiplies cos and sin. The learner multiplies the scores by its square instead."""
     score_factor: float = 1.0
     """The factor of the scores of latent attention is the square of this number (YaRN). Latent attention needs it
     because cos and sin reach only some dimensions of a head."""

@@ -199,7 +199,7 @@ def _slots(entry: Entry, architecture: Architecture, dtype: torch.dtype, start: 
 def _runs(entry: Entry, slots: Sequence[Slot], architecture: Architecture) -> Iterator[Run]:
     """The runs that copy an unsharded parameter into its slots.
 
-    For q, k and v there is one for each group of heads, for queries with gates two for each head.
+    Each of q, k and v has a run for each group of heads; queries with gates have two runs for each head.
     """
     parameter = torch.empty(whole_shape(entry, architecture), dtype=slots[0].dtype, device="meta")
     for slot, tensor in zip(slots, split_to_hf(entry, parameter, architecture), strict=True):

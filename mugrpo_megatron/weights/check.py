@@ -102,7 +102,7 @@ def uncheckable_reason(weight_sync: WeightSync) -> str:
 def padded_on_cpu(architecture: Architecture, size: int) -> bool:
     """Whether SGLang pads heads or experts of this model to divide them over `size` ranks of an engine on CPU.
 
-    The rule is in srt/configs/update_config.py.
+    SGLang's rule is in srt/configs/update_config.py.
     """
     uneven_heads = architecture.transformer["num_query_groups"] % size != 0
     names = ("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size") if architecture.experts else ()

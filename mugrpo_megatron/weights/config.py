@@ -211,7 +211,8 @@ class Fields:
     def finish(self) -> tuple[str, ...]:
         """Judge the fields that have not been read; returns the names that `Architecture.unread` describes.
 
-        Raises UserError, which names all fields that would change transformers' or SGLang's model.
+        Raises UserError if `refused` has a sentence already, or if a field that was not read would change transformers'
+        or SGLang's model; the error names all of these.
         """
         family = self._config["model_type"]
         known, engine = class_fields(family), engine_fields(family)
@@ -539,8 +540,8 @@ def attention_factor(scaling: Mapping[str, Any], factor: float) -> float:
     """The number that YaRN multiplies cos and sin by, for a context stretched by `factor` (arXiv 2309.00071, eq. 22).
 
     It is the `attention_factor` of `scaling`, if that has one. Otherwise it is 0.1 ln(factor) + 1, or with `mscale` and
-    `mscale_all_dim` the quotient of the function `mscale` at these two weights. An `attn_factor` in `scaling`
-    multiplies this number, as in YaRN's first code.
+    `mscale_all_dim` the quotient of the function `mscale` at these two weights. Only in the latter two cases an
+    `attn_factor` in `scaling` multiplies the number, as in YaRN's first code.
     """
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])

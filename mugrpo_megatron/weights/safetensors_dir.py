@@ -70,8 +70,9 @@ class HFCheckpoint:
 def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint:
     """Find every tensor of a checkpoint, and compare names and shapes with those of the architecture.
 
-    Only headers are read, and for a tied output layer the data of it and of the embedding. Rotary frequencies and
-    layers of multi-token prediction are ignored; about these and a tied output layer index and files need not agree.
+    Only headers are read, and for a tied output layer the data of it and of the embedding. Rotary frequencies are
+    ignored, and with latent attention layers of multi-token prediction. The index need not agree with the files about
+    ignored tensors or about a tied output layer.
 
     Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
     that the architecture does not have, a wrong shape, and a tied output layer that differs from the embedding.
@@ -141,7 +142,7 @@ def scan(directory: Path, needed: Callable[[str], bool]) -> HFCheckpoint:
     if index_path.is_file():
         indexed = _weight_map(index_path)
         names = sorted({file for tensor, file in indexed.items() if needed(tensor)})
-        # transformers would load the single file, and SGLang the shards of the index.
+        # If both are there, transformers would load the single file, and SGLang the shards of the index.
         if SINGLE not in names and (directory / SINGLE).exists():
             raise UserError(
                 f"{directory} has a {SINGLE} that {INDEX} does not name, so programs differ in the weights that they "

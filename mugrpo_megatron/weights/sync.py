@@ -189,7 +189,7 @@ def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -
     start = time.perf_counter()
     loading: Future[torch.Tensor] | None = None
     failure: EngineFailure | None = None
-    # If the engine of a leader has failed to start, its other ranks must not make handles that nobody opens.
+    # If a leader's engine does not run, the other ranks on its devices must not make handles that nobody opens.
     served = _vote_and_release(weight_sync, engine is not None or not _leads(weight_sync))
     # The engine's call blocks until it has loaded; a thread lets this rank gather the next bucket meanwhile.
     with ThreadPoolExecutor(1) as loader:
@@ -257,7 +257,7 @@ def _leads(weight_sync: WeightSync) -> bool:
 
 
 def _vote_and_release(weight_sync: WeightSync, ok: bool) -> bool:
-    """Return whether `ok` is true on every rank of this rank's engine, and free the memory that the engine has read."""
+    """Return whether `ok` is true on every rank of this rank's engine; on CUDA, free the memory that it has read."""
     # This exchange also tells the ranks that they may free a bucket's memory: the engine reads the memory of all of
     # them, but answers its leader alone.
     if weight_sync.engine_group is None:

@@ -103,8 +103,8 @@ def split_to_hf(entry: Entry, unsharded: torch.Tensor, architecture: Architectur
     """Split the unsharded Megatron parameter into views that have the elements of its Hugging Face tensors in order.
 
     The views of `qkv` are [groups, rows of a group, ...], those of queries with gates [groups, heads, 2, dim, ...].
-    They are not in the tensors' shapes, because reshaping them would copy. A rank's shard of a linear layer may be
-    passed too, but not a part of a `stacked` one: the views are then of that rank's shard of each tensor.
+    They are not in the tensors' shapes, because reshaping them would copy. `unsharded` may also be a rank's shard of a
+    linear layer, unless its form is `stacked`. The views are then of that rank's shard of each tensor.
     """
     if entry.row.form in ("qkv", "qkv_gated"):
         groups = architecture.transformer["num_query_groups"]
