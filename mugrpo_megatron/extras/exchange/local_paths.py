@@ -28,7 +28,7 @@ def without_local_paths(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """The recipe without this machine's directories, and the keys (`section.key`) whose values were cut.
 
     A path is cut to its last component, also in a list of sources. `model.path` becomes the model's name on the hub if
-    it names one, or a folder of the hub's cache. Settings that do not concern the stage get their defaults.
+    it is such a name or a folder of the hub's cache. Settings that do not concern the stage get their defaults.
     """
     cut_keys: list[str] = []
     table: dict[str, dict[str, Any]] = {}

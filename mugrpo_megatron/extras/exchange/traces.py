@@ -91,7 +91,8 @@ def flatten_trace(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> dict[str, Any]:
-    """The row with a verifiers `Trace` flattened. Raises ValueError for another version and for several branches."""
+    """The row with a verifiers `Trace` flattened. Raises ValueError if the trace is malformed, has another version or
+    several branches, or leaves no token to train on."""
     if trace["version"] != SCHEMA:
         raise ValueError(f"the trace has version {short_repr(trace['version'])}, and only version {SCHEMA} can be read")
     nodes = _list(trace["nodes"], "nodes")
@@ -133,7 +134,7 @@ def _read_verifiers_trace(row: Mapping[str, Any], trace: Mapping[str, Any]) -> d
 
 
 def _reward(rewards: Any) -> dict[str, float]:
-    """`reward`: the sum of a trace's scores times their weights; empty if the trace has no score."""
+    """`{"reward": the sum of a trace's scores times their weights}`; empty if the trace has no score."""
     if rewards is not None and not isinstance(rewards, Mapping):
         raise ValueError("`rewards` of the trace is not an object")
     terms = {name: term for name, term in (rewards or {}).items() if term is not None}

@@ -67,7 +67,7 @@ class LowRank(torch.nn.Module):
         for parameter in (self.b if self.by_rows else self.a).values():
             tensor_parallel.set_tensor_model_parallel_attributes(parameter, True, self._axis(parameter), 1)
         for parameter in (self.a if self.by_rows else self.b).values():
-            parameter.sequence_parallel = self.sequence  # if so, its gradient covers only this rank's part
+            parameter.sequence_parallel = self.sequence  # if true, its gradient is of this rank's part of the sequence
         for parameter in (*self.a.values(), *self.b.values()):
             # Megatron reduces a gradient over all data parallel ranks, and with `allreduce` false, which an expert's
             # weight has, only over the ranks that hold the same expert.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MOST = 2**31
-"""Largest rank and alpha that are accepted."""
+"""Rank and alpha have to be below this."""
 OF_EXPERTS = re.compile(rf"\.{re.escape(EXPERTS)}(\.base_layer)?\.lora_")
 """Matches the name of a tensor of experts, which does not say what parameter it adapts: `target_parameters` does."""
 PLAIN: dict[str, tuple[Any, ...]] = {
@@ -77,7 +77,7 @@ def read_adapter(directory: Path, architecture: Architecture, key: str = "lora.s
     """Read the headers of the adapter in `directory` and check that it fits the model; errors name the setting `key`.
 
     Raises UserError if it is no LoRA adapter, or not a plain one (`PLAIN`), and if it does not fit: it has a layer that
-    the model lacks, A without B, an adapted layer that is missing somewhere in the model, or another shape.
+    the model lacks, only one of A and B, a kind of layer in some of the model's layers only, or another shape.
     """
     where = f"{key} = {directory}"
     for name in (CONFIG, WEIGHTS):

@@ -112,8 +112,8 @@ def row_kinds(row: Row) -> tuple[str, ...]:
 def target_kinds(architecture: Architecture, targets: Targets, where: str = "lora.targets") -> tuple[str, ...]:
     """The kinds of layers that `targets` names, in the table's order; `where` names the setting in errors.
 
-    Raises UserError for a name of no layer that may have an adapter, for an empty list, and for models with latent
-    attention or gated delta networks.
+    Raises UserError if a name is not that of a layer that may have an adapter, for an empty list, and for models with
+    latent attention or gated delta networks.
     """
     if architecture.delta:
         raise UserError(

@@ -21,7 +21,7 @@ def decoding_seconds(responses: int, case: PlanCase, engine: EngineMemory) -> fl
     work = token_flops(case.architecture, case.mean_sequence)
     of_token = (work.layers + work.head + 2 * work.attention) / share
 
-    # Bytes for each token that an engine of several nodes sends over the network: each layer reduces two tensors.
+    # Bytes that an engine of several nodes sends over the network for each token: each layer reduces two tensors.
     size, layers = case.architecture.letters["H"], case.architecture.layers
     reduced = 2 * layers * 2 * (share - 1) / share * size * case.itemsize if case.recipe.engine.nodes > 1 else 0.0
 

@@ -145,7 +145,7 @@ class Assumptions:
     engine_work: float = 6.0 * GIB
     """Bytes that a working engine needs besides weights and KV cache: activations of a prefill, CUDA graphs."""
     fragmentation: float = 0.05
-    """Share of a learner's memory that the allocator cannot use."""
+    """Memory that the allocator cannot use, as a share of an update's bytes besides weights, gradients and moments."""
 
 
 SHARES = ("mean_prompt", "mean_response", "packing", "mfu", "mfu_experts", "decode", "fragmentation")

@@ -55,7 +55,7 @@ def layer_bytes(architecture: Architecture, layout: Layout, tokens: int, itemsiz
     norms = 2 * stream * FLOAT
     if architecture.latent:
         # In latent attention query, key, value and output all have the query's size. Attention keeps these four. On CPU
-        # they are padded and in float32, and the fifth is an allowance that no measurement has confirmed.
+        # they are padded and in float32, and a fifth is added as an allowance that no measurement has confirmed.
         attention = 4 * q * b if cuda else PADDED * 5 * q * FLOAT
         attention = tokens * (attention + FLOAT * heads)
     elif cuda:

@@ -15,7 +15,7 @@ import numpy as np
 QUANTILES = 2048
 """Number of quantiles that represent a distribution."""
 WAVES = 4
-"""The simulation covers so many responses as fill an engine this many times. The time of the others is extrapolated,
+"""The simulation covers as many responses as fill an engine this many times. The time of the others is extrapolated,
 since responses then end evenly over time."""
 DRAWS = 4
 """Number of simulations that are averaged, since the longest of few responses varies."""

@@ -145,8 +145,8 @@ class LearnerMemory:
     remade: Mapping[str, float]
     """Choice of recomputation -> bytes of activations that are recomputed, for one layer at a time."""
     loss: float
-    """Bytes of the loss path: hidden states, and the larger of its forward and its backward pass; 0 except on the last
-    pipeline stage."""
+    """Bytes of the loss path (`loss_bytes`): hidden states and one chunk of logits; 0 except on the last pipeline
+    stage."""
     working: float
     """Gradients and temporaries of one layer's backward pass."""
     embedding: float
@@ -219,7 +219,8 @@ class EngineMemory:
 
     weights: float
     cache: float
-    """Bytes of the KV cache: the part of `engine.memory_fraction` that the weights leave."""
+    """Bytes of the KV cache. On CUDA it takes what the weights leave of `engine.memory_fraction`, unless
+    `max_total_tokens` limits it; on CPU `engine.max_running_requests` and the node's memory set it."""
     work: float
     """Bytes of activations and CUDA graphs, which `engine.memory_fraction` does not include; on CPU those of the states
     of gated delta networks."""

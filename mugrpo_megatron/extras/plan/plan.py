@@ -86,8 +86,8 @@ def make_plan(
 ) -> RunPlan:
     """Plan `recipe` on a cluster; with `compare_schedules` also its updates at other µ, which takes seconds.
 
-    Raises UserError when the device cannot do what the recipe asks, and, with settings that work, when the layout or
-    the engines cannot run or a phase does not fit.
+    Raises UserError when the device cannot do what the recipe asks, and when the layout or the engines cannot run or a
+    phase does not fit. In the second case the error names settings that work, if it finds some.
     """
     cluster, assumed = make_cluster(nodes, per_node, device), assume(assumptions)
     check_engine_device(EngineSetup(recipe, cuda=cluster.device.cuda))

@@ -91,7 +91,8 @@ def _hours(plan: RunPlan) -> Table:
 
 
 def _knee(speeds: Sequence[Speed]) -> str:
-    """A sentence on the smallest µ that saves at least MOST_OF_IT of the hours that mu-GRPO's four stages save."""
+    """A sentence on the smallest µ that saves at least MOST_OF_IT of the hours that mu-GRPO's four stages save, or on
+    that none does."""
     most = next((speed for speed in speeds if speed.share >= MOST_OF_IT), None)
     if most is None:
         return "No schedule takes less time than GRPO's."

@@ -88,9 +88,9 @@ FRACTIONS = tuple(percent / 100 for percent in range(95, 15, -5))
 def fastest_fit(case: PlanCase) -> PlanCase | None:
     """The fastest way to run the recipe's batch and schedule on the cluster; None if nothing fits.
 
-    For each size of engines (`engine.tensor`) with an `engine.memory_fraction` that works, the layout that fits and is
-    nearest to the recipe's is taken, or the fastest of equally near ones, with any recomputation. If no layout fits,
-    shorter packed rows are tried. The fastest of these cases is returned.
+    For each `engine.tensor` that works with some `engine.memory_fraction`, it takes the layout that fits and is nearest
+    to the recipe's, and of equally near ones the fastest; the choice of recomputation may differ from the recipe's. If
+    no layout fits, it tries shorter packed rows. The fastest of these cases is returned.
     """
     cases = []
     for engines in _engines_that_fit(case):
@@ -130,8 +130,9 @@ MOST_NODES = 32
 def fewest_devices(case: PlanCase) -> PlanCase | None:
     """`fastest_fit` on the fewest devices that suffice; None if none of the sizes that are tried does.
 
-    If the cluster is a single node, a node with more devices (2, 4 or 8) is tried first; later ones have at least 8.
-    Then 2, 4, 8, ... times the nodes are tried. None on CPU, where more ranks would share the same memory.
+    If the cluster is a single node, one node with more devices (2, 4 or 8) is tried first. Then 2, 4, 8, ... times the
+    nodes are tried; in place of a single node, these are nodes with at least 8 devices. None on CPU, where more ranks
+    would share the same memory.
     """
     if not case.cuda:
         return None

@@ -150,7 +150,8 @@ class Phases:
     score: float
     """Seconds of verification that remain after generation."""
     evaluate: float
-    """Seconds of all evaluations of the run divided by its stages, including the switches for those inside a stage."""
+    """Seconds of the run's evaluations divided by its stages, with a switch and a sync for each that is not before a
+    stage."""
     logprobs: float
     auxiliary: float
     """Seconds of the auxiliary models: the starts of their engines and their work."""

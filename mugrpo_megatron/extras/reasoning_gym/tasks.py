@@ -30,8 +30,8 @@ MOST = 10_000_000
 CALL_BYTES = 4 << 30
 """Address space that a task may take for its parameters, or for one problem."""
 TRIES = 40
-"""Most questions that are generated for each one that is wanted, since an eighth of them is held out and some repeat;
-a task that still lacks some after that many cannot generate more."""
+"""Most questions that are generated for each one that is wanted. More than one is needed, since each split takes only
+some of them and some repeat. A task with few different questions gives fewer problems than are wanted."""
 
 
 def check_task(source: str) -> None:

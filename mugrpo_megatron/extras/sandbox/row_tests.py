@@ -133,7 +133,7 @@ def _of_case(case: Mapping[str, Any], row: Mapping[str, Any]) -> Test:
 
 
 def _function(holder: Mapping[str, Any]) -> str:
-    """The name of the function that tests call; rows of LiveCodeBench hold it in `metadata`."""
+    """The name of the function that tests call, "" if none is given; rows of LiveCodeBench hold it in `metadata`."""
     metadata = _loaded(holder.get("metadata"))
     name = metadata.get("func_name") if isinstance(metadata, Mapping) else None
     return str(name or holder.get("fn_name") or "")

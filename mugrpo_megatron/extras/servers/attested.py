@@ -21,7 +21,7 @@ from mugrpo_megatron.terminal import visible
 FIRST_TOKENS = 512
 """Tokens of a server's first groups that the learner checks before any group of that server is taken."""
 BATCH_GROUPS, BATCH_S = LEAST_UNREAD // 2, 10.0
-"""Later groups of a server are taken in batches of so many groups, or of so many seconds; the learner checks one random
+"""A batch of a server's later groups is complete after so many groups or so many seconds; the learner checks one random
 group of each batch."""
 POLL_S = 0.5
 
@@ -64,7 +64,8 @@ class Attestor:
     _random: Random = field(default_factory=SystemRandom)
 
     def due(self, server: Server, epoch: int, batch: HeldGroups) -> bool:
-        """Whether the batch is to be checked now: it is large or old enough, or the server adds no groups to it."""
+        """Whether the batch is to be checked now: the server adds no more groups to it, or it is large enough, or, unless
+        it is the server's first batch in this epoch, old enough."""
         ended = not server.in_flight or server.epoch != epoch
         if (server.url, epoch) not in self.evidence:
             return ended or batch.tokens >= FIRST_TOKENS
