@@ -18,7 +18,8 @@ def expanded(text: str) -> str:
 def expanded_words(words: list[str]) -> list[str]:
     """The words of a command line with `~` replaced, also in `--out=~/x`, which the shell leaves as it is.
 
-    Values of `--set` stay as they are, since the recipe's sections know which keys are paths.
+    Values of `--set` stay as they are, since the recipe's sections know which keys are paths. So do words with a space,
+    except options such as `--out=~/x y`.
     """
     overrides = {index + 1 for index, word in enumerate(words) if word == "--set"}
     return [

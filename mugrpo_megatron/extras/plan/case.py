@@ -254,7 +254,8 @@ class PlanCase:
         return self.mean_prompt + self.mean_response
 
     def adapter(self, layout: Layout) -> RankParameters | None:
-        """The adapter's parameters on a rank, which are all that it trains; None without `[lora]`."""
+        """The adapter's parameters on a rank with the model's last layers, which are all that the rank trains; None
+        without `[lora]`."""
         section = self.recipe.lora
         if section.rank is None:
             return None

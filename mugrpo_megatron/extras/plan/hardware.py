@@ -40,7 +40,7 @@ DEVICES = {
     # Its data sheet: 24 GB, 165.15 dense bfloat16 TFLOP/s, 1,008 GB/s (waredb.com/processor/nvidia-geforce-rtx-4090).
     "rtx4090": Device("rtx4090", 23 * GIB, 130e12, 0.9e12),
     "b200": Device("b200", 178 * GIB, 1800e12, 7.2e12),
-    "cpu": Device("cpu", 0, 50e9, 10e9, cuda=False),  # one busy core; its memory is the machine's, divided by its ranks
+    "cpu": Device("cpu", 0, 50e9, 10e9, cuda=False),  # one busy core; `make_cluster` fills in the memory
 }
 
 

@@ -85,7 +85,7 @@ class State:
 
     @property
     def optimizer(self) -> int:
-        """Optimizer state, which is offloaded with the weights while the engine works."""
+        """Bytes of the optimizer state, which on CUDA is offloaded with the weights while the engine works."""
         return self.master + self.moments
 
     @property
@@ -253,7 +253,7 @@ def engine_weight_bytes(case: PlanCase) -> float:
 
 
 def engine_memory(case: PlanCase) -> EngineMemory:
-    """Bytes of one rank of an engine, as SGLang sizes it while the learner is offloaded."""
+    """Bytes of one rank of an engine, as SGLang sizes it: on CUDA while the learner is offloaded."""
     recipe, assumptions, tp = case.recipe, case.assumptions, case.recipe.engine.tensor
     weight_bytes = engine_weight_bytes(case)
     weights = weight_bytes / tp * replicas_of_engines(recipe.engine, case.cluster, weight_bytes)
@@ -292,7 +292,7 @@ class Memory:
     sync: float
     """During a weight sync: the weights of learner and engine, and the buckets."""
     generate: float
-    """While the engine works and the learner is offloaded."""
+    """While the engine works; on CUDA the learner is offloaded then."""
     host: float
     """Host memory of one node: pinned copies of offloaded state, and each rank's copy of what a checkpoint saves."""
     shared: float

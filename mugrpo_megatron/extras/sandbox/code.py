@@ -5,8 +5,8 @@ own: see docs/rewards.md.
 
 What the program prints is compared line by line and word by word, so the amount of white space does not count. Words
 are equal if they are the same text or the same number: an expected integer must be met exactly; if the expected
-number has a decimal point or an exponent, `close` decides. Values that a function returns are compared by their content; a
-list equals a tuple.
+number has a decimal point or an exponent, `close` decides. Values that a function returns are compared by their
+content; a list equals a tuple.
 """
 
 from __future__ import annotations

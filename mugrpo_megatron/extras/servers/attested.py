@@ -64,8 +64,8 @@ class Attestor:
     _random: Random = field(default_factory=SystemRandom)
 
     def due(self, server: Server, epoch: int, batch: HeldGroups) -> bool:
-        """Whether the batch is to be checked now: the server adds no more groups to it, or it is large enough, or, unless
-        it is the server's first batch in this epoch, old enough."""
+        """Whether the batch is to be checked now: the server adds no more groups to it, or it is large enough. A batch
+        that is not the server's first in this epoch is also checked once it is old enough."""
         ended = not server.in_flight or server.epoch != epoch
         if (server.url, epoch) not in self.evidence:
             return ended or batch.tokens >= FIRST_TOKENS

@@ -59,8 +59,8 @@ class Connection:
         # without DEAD_PEER.
         proxied = not local and bool(getproxies())
         transport = None if proxied else httpx.AsyncHTTPTransport(limits=limits, socket_options=DEAD_PEER)
-        # No compression: a small body could otherwise unpack to any size. No redirect, which is httpx's default: it
-        # could lead the key elsewhere.
+        # No compression: a small body could otherwise unpack to any size. By httpx's default no redirect is followed:
+        # it could lead the key elsewhere.
         self._client = httpx.AsyncClient(
             headers={"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})},
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_S),
@@ -83,7 +83,8 @@ class Connection:
         """Send JSON and return the reply's JSON value.
 
         Raises ServerTrouble if no whole reply came in time or its status is one of TEMPORARY or BUSY, and ServerRefusal
-        for every other status but 200, and for a body that is not JSON, is compressed or has more than `most_bytes`.
+        for every other status but 200, for a certificate that is not trusted, and for a body that is not JSON, is
+        compressed or has more than `most_bytes`.
         """
         status, body = await self._exchange("POST", path, content, most_bytes, self._timeout_s)
         return self._value(path, status, body)

@@ -97,7 +97,7 @@ def request_of(dialect: Dialect, model: str, prompt: Prompt, n: int, sampling: S
 def read_replies(dialect: Dialect, body: Any, model: str) -> list[Reply]:
     """The responses in a reply's JSON, in the order of their indices; their values are not checked.
 
-    Raises ServerRefusal if fields are missing, if the reply is from another model than `model`, or if its
+    Raises ServerRefusal if fields are missing, if the reply names another model than `model`, or if its
     log-probabilities are of other tokens than its ids.
     """
     if dialect == "sglang":

@@ -127,7 +127,7 @@ class Filling:
 def fill_shard(
     recipe: Recipe, shard: GenerationShard, stage: int | None, problems: Problems, options: ServerOptions
 ) -> str:
-    """Fill the groups that the shard still lacks from servers; returns a sentence on what is done and what comes next.
+    """Have servers fill the groups that the shard still lacks; returns a sentence on what is done and what comes next.
 
     The process has a learner of its own, of one rank, that only computes log-probabilities. Groups that an earlier
     process put on disk stay. Raises UserError when `stage` is given and is not the run's next one, when another process

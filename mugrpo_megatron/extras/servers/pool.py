@@ -246,8 +246,8 @@ class Pool:
     async def _answer(self, server: Server, served: Served, connection: Connection) -> None:
         """Have the server answer prompts until it is dropped.
 
-        Raises the ServerTrouble of a failed request once no other request to the server is in flight, and a
-        ServerRefusal at once.
+        After a ServerBusy it goes on with fewer requests at a time. Raises any other ServerTrouble of a failed request
+        once no other request to the server is in flight, and a ServerRefusal at once.
         """
         tasks: dict[asyncio.Task[SampledGroup], Prompt] = {}
         limit, trouble = self.request.concurrency, None

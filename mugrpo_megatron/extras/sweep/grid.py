@@ -82,9 +82,9 @@ def read_grid(overrides: Iterable[str], file: Path | None) -> Grid:
 def cells_of(grid: Grid, run: RunDirectory, out: Path) -> list[Cell]:
     """Make every cell with its recipe: the recipe of `run`, with the cell's settings and a directory of its own.
 
-    If a cell names an objective, that preset replaces all of the run's `[objective]`, whose keys are values of the
-    run's own preset. Raises UserError for a key that cells cannot differ in, for a grid with two equal cells, none or
-    too many, and for a recipe that is not valid.
+    If a cell or `[set]` names an objective, that preset replaces all of the run's `[objective]`, because the keys there
+    hold values of the run's own preset. Raises UserError for a key that cells cannot differ in, for a grid with two
+    equal cells, none or too many, and for a recipe that is not valid.
     """
     several = {key for key, values in grid.axes.items() if len(values) > 1} | {
         key for settings in grid.extra for key in settings
