@@ -1,6 +1,7 @@
-"""Compatibility with Megatron-core 0.16.1 and 0.19; puts the CPU's stand-ins in place before importing Megatron.
+"""Compatibility with Megatron-core 0.16.1 and 0.19, and with a machine without CUDA.
 
-Importing this module installs the stand-ins (`cpu.megatron`). The learner's package imports it first, so its modules
+Importing this module first puts stand-ins (`cpu.megatron`) in the place of what Megatron calls in `torch.cuda`, if
+there is no CUDA device, and then imports Megatron. The learner's package imports it first, so its modules
 may import Megatron directly; every other package takes the names below from here. ruff (TID251) and
 `tests/test_megatron_compat.py` check that. This module also bridges the differences of the two versions; a comment at
 each bridge says with which version it can go (`tests/test_stack_versions.py`).

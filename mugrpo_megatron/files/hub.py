@@ -27,7 +27,7 @@ def snapshot(
     """Returns the directory with a repository's `files` (patterns) at a revision, from the cache or downloaded.
 
     The directory's name is the commit. A revision that is a full commit needs no network if it is in the cache;
-    `cached` never uses the network. Raises ValueError with the reason if the files cannot be had.
+    with `cached` the network is never used. Raises ValueError with the reason if the files cannot be had.
     """
     with _hub_errors_as_value_error(revision):
         from huggingface_hub import snapshot_download
@@ -46,7 +46,7 @@ def snapshot(
 
 @contextmanager
 def _hub_errors_as_value_error(revision: str | None) -> Iterator[None]:
-    """Turn errors of requests to the hub in the block into ValueErrors with the reason."""
+    """Turn the errors that requests to the hub raise in the block into ValueErrors with the reason."""
     import httpx  # not at the top: the imports take half a second, and most models and data sets are already on disk
     from huggingface_hub import errors as hub
 
@@ -91,7 +91,10 @@ def model_config(name: str, revision: str | None) -> bytes:
 
 
 def download_model(name: str, revision: str | None, cached: bool = False) -> Path:
-    """Returns the directory of a hub model; UserError if it cannot be downloaded."""
+    """Returns the directory of a hub model, downloaded unless it is in the cache; UserError if it cannot be had.
+
+    With `cached` nothing is downloaded.
+    """
     try:
         return snapshot(name, "model", revision, MODEL_FILES, cached)
     except ValueError as error:

@@ -43,8 +43,8 @@ class Scratch:
     def __init__(self, kind: str, sweep: bool = True, parent: str | None = None) -> None:
         """Create `mugrpo-KIND-...` in `parent`, by default in the system's directory for temporary files.
 
-        With `sweep`, first remove such directories there whose owners have died. Raises OSError if the directory cannot
-        be created.
+        With `sweep`, first remove the directories of any kind there whose owners have died. Raises OSError if the new
+        directory cannot be created.
         """
         if sweep:
             remove_abandoned(Path(parent or tempfile.gettempdir()))
@@ -96,7 +96,7 @@ def _remove_if_abandoned(path: Path) -> None:
 
 
 def _remove_socket_of_manager(path: Path) -> None:
-    with suppress(OSError):  # its owner had no manager, or the manager has removed the socket
+    with suppress(OSError):  # its owner had no manager, or the manager is just removing the socket
         name = (path / MANAGER).read_text(encoding="utf-8")
         if _may_name_others(path) and OF_MANAGERS.fullmatch(name) and (socket := Path(name)).is_socket():
             socket.unlink()

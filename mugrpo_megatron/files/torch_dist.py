@@ -286,8 +286,8 @@ class Reader:
         return self._tensors[key]
 
     def _chunks_near(self, key: str, stored: StoredTensor, rows: range) -> Iterator[Chunk]:
-        """Yields the chunks that can overlap these rows of the first axis: those of one such row, and all that span
-        several rows."""
+        """Yields the chunks that can overlap these rows of the first axis: those that lie in one of the rows, and all
+        chunks that span several rows."""
         if key not in self._rows:
             # A stack of layers has thousands of chunks of one row each: without this table every read would search all.
             chunks = self._rows[key] = {}

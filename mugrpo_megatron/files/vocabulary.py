@@ -15,8 +15,8 @@ from mugrpo_megatron.files.json_text import read_json
 
 
 def check_vocabulary(directory: Path, vocab_size: int) -> None:
-    """Raise UserError when a checkpoint's tokenizer is damaged, names an end-of-sequence token that it lacks, or has an
-    id for which the model has no embedding."""
+    """Raise UserError when a checkpoint's tokenizer is damaged, names an end-of-sequence token that its tokenizer.json
+    lacks, or has an id for which the model has no embedding."""
     config = tokenizer_config(directory)
     vocabulary = read_vocabulary(directory, config)
     end = config.get("eos_token")
@@ -134,7 +134,8 @@ def tokenizer_config(directory: Path) -> dict[str, Any]:
 
 
 def chat_templates(directory: Path) -> dict[str, str]:
-    """The chat templates of a tokenizer, name -> Jinja source; a single one is called `default`.
+    """The chat templates of a tokenizer, name -> Jinja source; one without a name is called `default`. Empty if there
+    are none.
 
     They are read from the files that transformers reads (tokenization_utils_base.py), else from chat_template.json,
     which transformers reads for processors only. Raises UserError for a damaged file.

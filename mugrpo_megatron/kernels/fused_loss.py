@@ -174,7 +174,7 @@ def _token_losses(batch: _Batch, logprobs: Tensor, state: VetoState) -> tuple[Te
 
 
 def _entropy_bonus(batch: _Batch, entropy: Tensor) -> tuple[Tensor, EntropyTerm | None]:
-    """The entropy bonus, summed over the tokens, and what its gradient needs; 0 and None if the objective has none."""
+    """The entropy bonus as a loss, summed over the tokens, and what its gradient needs; 0 and None without a bonus."""
     if not batch.inputs.config.entropy_coef:
         return entropy.new_zeros(()), None
     with torch.enable_grad():
@@ -193,7 +193,7 @@ def _gradient(
     gradients: _Gradients,
 ) -> Tensor:
     """Return the gradient of a chunk's hidden states, [n, H], and add the output weight's gradient to its buffer."""
-    # float16's loss scale multiplies before the GEMMs, as in an ordinary backward pass: without it the GEMMs would
+    # float16's loss scale is applied before the GEMMs, as in an ordinary backward pass: without it the GEMMs would
     # round small gradients to 0, which a later multiplication could not undo.
     scale = gradients.scale
     entropy_term = entropy_term and replace(entropy_term, d_entropy=entropy_term.d_entropy * scale)
@@ -222,7 +222,7 @@ class _PrecomputedGradients(torch.autograd.Function):
         d_weight: Tensor | None,
         expected_grad: float | None,
     ) -> Tensor:
-        """`expected_grad`: the upstream gradient that `d_hidden` contains; None if it contains none."""
+        """`expected_grad`: the upstream gradient by which `d_hidden` is already multiplied; None if by none."""
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.expected_grad, ctx.weight_dtype = expected_grad, weight.dtype
         return loss.clone()

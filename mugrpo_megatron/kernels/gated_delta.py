@@ -67,7 +67,8 @@ def gated_delta_rule(
 def unit_heads(query: torch.Tensor, key: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise queries and keys [..., key heads, key] to length 1; returns both as float32 [..., heads, key].
 
-    Each key head is repeated for the value heads that share it, and the query is multiplied by key^-1/2.
+    Each key head is repeated for the value heads that share it, and the query is multiplied by
+    key^-1/2, where key is the size of a head.
     """
     query, key = (x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + EPSILON) for x in (query, key))
     query, key = (x.repeat_interleave(heads // x.shape[-2], -2) for x in (query, key))

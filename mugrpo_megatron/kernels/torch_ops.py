@@ -22,7 +22,7 @@ class EntropyTerm:
     """What the gradient of an entropy term needs: the entropies of n tokens, and the loss's derivative in each."""
 
     value: Tensor
-    """float32 [n], nats: H of each token's distribution over the whole vocabulary."""
+    """float32 [n], nats: H of each token's distribution over the tokens of all ranks."""
     d_entropy: Tensor
     """float32 [n]: derivative of the loss in each H."""
 

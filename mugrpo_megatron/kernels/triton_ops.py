@@ -239,7 +239,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool = False) -> Tensor
 def tile(heads: int, half: int) -> tuple[int, int]:
     """The number of heads and of warps of a program of `_rotate`.
 
-    Each thread gets 8 values of each half of a head, so that its loads and stores of 2-byte values take 16 bytes.
+    Each thread gets 8 values of each half (fewer if the heads are few and small), so that its loads and stores of
+    2-byte values take 16 bytes.
     """
     block = min(triton.next_power_of_2(heads), max(1, VALUES // half))
     return block, max(1, block * half // 256)

@@ -42,7 +42,7 @@ def flash_attention(
     """Causal attention of each segment's queries [t, hq, d] to its keys and values [., hkv, d] -> [t, hq, d].
 
     Args:
-        cu_queries, cu_keys: int32 [n + 1], bounds of the n segments; the queries of a segment stand at its last keys.
+        cu_queries, cu_keys: int32 [n + 1], bounds of the n segments; a segment's queries are those of its last keys.
         longest: largest number of queries and of keys of a segment.
         scale: factor of the scores; None is d^-1/2.
     """
@@ -62,7 +62,7 @@ def fastest_flash() -> str:
 
     Returns the version that runs, "FA3" or "FA2".
     """
-    # torch has the calls of version 3, and its kernels come with the package `flash_attn_interface`.
+    # torch has the calls of version 3; the kernels come with the package `flash_attn_interface`.
     name = "FA3"
     hopper = torch.cuda.get_device_capability()[0] == 9
     if not hopper or name not in attention.list_flash_attention_impls() or not find_spec("flash_attn_interface"):
@@ -73,7 +73,7 @@ def fastest_flash() -> str:
 
 @cache
 def _asks_for_groups(wrapper: Callable[..., Any]) -> bool:
-    """Whether this torch takes `enable_gqa`, and then needs it for grouped-query heads."""
+    """Whether this torch has the option `enable_gqa`; a torch that has it needs it for grouped-query heads."""
     # torch 2.11.0, which SGLang pins, has no such option, and its kernel takes fewer key/value heads than query heads.
     # Later versions refuse that without the option.
     return "enable_gqa" in inspect.signature(wrapper).parameters

@@ -66,7 +66,7 @@ class Heartbeat:
         """Start the heartbeat's thread; every rank of the world does this. `node` names this rank's machine in
         messages. `patience_s` is the longest wait for the store, and for a silent rank in a barrier.
 
-        If a rank is lost, `on_loss` is called once, in a thread of its own, with the text of `loss`.
+        If a rank or the store is lost, `on_loss` is called once, in a thread of its own, with the text of `loss`.
         """
         self._store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         self._rank, self._world, self._node, self._patience_s = rank, world, node, patience_s
@@ -115,7 +115,7 @@ class Heartbeat:
     def barrier(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Wait, without a time limit, until every rank has called this, and call `meanwhile` repeatedly.
 
-        Raises CollectiveFailure when a rank sends no heartbeat for `patience_s`.
+        Raises CollectiveFailure when a rank sends no heartbeat for `patience_s`, or the store cannot be reached.
         """
         key = f"heartbeat/barrier/{self._barriers}"
         self._barriers += 1

@@ -155,7 +155,7 @@ def build_learner(recipe: Recipe, ranks: Ranks | None = None) -> Learner:
         adapters.start(models)
     optimizer = build_optimizer(recipe.optimizer, recipe.model.dtype, chunks)
     for chunk in chunks:
-        # Megatron's schedules enter no_sync for all micro-batches except the last: only that one reduces gradients.
+        # With `no_sync_func`, Megatron's schedules let only the last micro-batch reduce gradients.
         if chunk.ddp_config.overlap_grad_reduce:
             chunk.config.no_sync_func = [chunk.no_sync for chunk in chunks] if len(chunks) > 1 else chunk.no_sync
         chunk.config.finalize_model_grads_func = _reduce_gradients

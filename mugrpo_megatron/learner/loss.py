@@ -40,7 +40,7 @@ def objective_loss(learner: Learner, inputs: LossInputs, statistics: UpdateStati
 
     `inputs` are those of the whole update, in the order of its samples. Unless ranks run several micro-batches at once
     (`Learner.lanes`), the function adds the gradient of a trained output weight directly to its `main_grad`. That
-    gradient is multiplied by the loss scale (1 except in float16), from which the backward pass starts too.
+    gradient is multiplied by the loss scale (1 except in float16); the backward pass starts from the same scale.
     """
     scale = loss_scale(learner.optimizer)
     layout = head_layout(learner, learner.recipe.rollout.temperature)
@@ -52,7 +52,7 @@ def objective_loss(learner: Learner, inputs: LossInputs, statistics: UpdateStati
         weight = model.output_weight()
         # Megatron's DDP sets main_grad on trained parameters only; with adapters the output weight is frozen.
         main_grad = getattr(weight, "main_grad", None) if direct else None
-        # DDP's hook has to be called exactly once for each weight. For a tied weight the embedding's gradient does it.
+        # DDP's hook has to be called exactly once for each weight. For a tied weight the embedding's gradient calls it.
         if main_grad is not None and not model.shares_weight:
             weight = with_placeholder_grad(weight)
         fused = fused_policy_loss(

@@ -41,8 +41,8 @@ from mugrpo_megatron.weights.table import NORMS
 def choose_backend(layers: str, device: torch.device) -> BackendSpecProvider:
     """The provider of the layer classes that `layers`, the value of `learner.layers`, names.
 
-    `auto` takes Transformer Engine's classes on CUDA if it loads. Otherwise, and for `local`, these are Megatron's own,
-    on CUDA with the linear layers of `learner.linear`. Raises UserError if `layers` asks for a Transformer Engine that
+    `auto` takes Transformer Engine's classes on CUDA if it loads, and else those of `local`: Megatron's own classes, on
+    CUDA with the linear layers of `learner.linear`. Raises UserError if `layers` asks for a Transformer Engine that
     is installed and does not load; `checks.layouts` has refused one that is not installed.
     """
     if layers == "local" or (layers == "auto" and not (device.type == "cuda" and HAVE_TE)):
@@ -126,7 +126,10 @@ class PolicyModel(GPTModel):
     def _preprocess(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, *, packed_seq_params: Packing, **_: Any
     ) -> tuple[Any, ...]:
-        """Embed the tokens, and compute the rotation of each row's position, which Megatron would take from a table."""
+        """Embed the tokens if this chunk has the embedding, and compute the rotation of each row's position.
+
+        Megatron would take the rotation from a table.
+        """
         angles = torch.outer(position_ids[0].float(), self.frequencies).unsqueeze(1)
         dtype = table_type(angles.is_cuda, 2 * len(self.frequencies), self.config.params_dtype)
         packed_seq_params.rotation = angles.cos().to(dtype), angles.sin().to(dtype)

@@ -44,8 +44,8 @@ class RMSNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise x [..., hidden]; the result has its shape and dtype."""
-        # On CUDA torch has one kernel for forward and one for backward. On CPU, where `F.rms_norm` is a series of
-        # operations, the function below takes fewer.
+        # On CUDA torch has one kernel for forward and one for backward, which cannot add `centre`. On CPU, where
+        # `F.rms_norm` is a series of operations, the function below takes fewer.
         if x.is_cuda and not self.centre:
             return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
         return _RMSNorm.apply(x, self.weight, self.eps, self.centre)

@@ -73,7 +73,7 @@ SMALLEST_SCALE = 1.0
 
 
 def loss_scale(optimizer: MegatronOptimizer) -> float:
-    """Factor of the loss before its gradients are computed: 1 unless the learner is in float16."""
+    """The factor by which the loss is multiplied before the backward pass: 1 unless the learner is in float16."""
     scaler = shards(optimizer)[0].grad_scaler
     return 1.0 if scaler is None else float(scaler.scale)
 

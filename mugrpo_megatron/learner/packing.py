@@ -79,7 +79,7 @@ class MicroBatch:
     responses: torch.Tensor
     """int64 [n]: the same indices as `indices`, on the device."""
     routing: Routing | None = None
-    """The experts that the routers replay or record; None lets them choose."""
+    """The experts that the routers replay or record; with None they choose, and nothing is recorded."""
     support_ids: torch.Tensor | None = None
     """int64 [T, k]: ids that each trained token's softmax runs over, padded with -1; None for the vocabulary."""
 

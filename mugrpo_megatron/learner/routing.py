@@ -112,7 +112,7 @@ class Routing:
 
 
 def install(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Give every router a `LayerRoutes`, which it asks if the model was built with `moe_enable_routing_replay`."""
+    """Give every router a `LayerRoutes`. It is used only in a model built with `moe_enable_routing_replay`."""
     for chunk in chunks:
         for router in routers(chunk).values():
             router.router_replay = LayerRoutes()

@@ -39,7 +39,8 @@ def update(
     Collective: every rank passes the whole update and trains on its own share. Returns the update's metrics on every
     rank: those of the objective over the whole update, under the weights before the step, and `grad_norm` (before
     clipping), `lr`, `tokens` (trained), `packed_efficiency`, `skipped` (1 when a non-finite gradient left the weights
-    as they were, unless it was an overflow in float16, which is counted in `overflowed`), `seconds`.
+    as they were, unless it was an overflow in float16, which is counted in `overflowed`), `seconds`; in float16 also
+    `loss_scale`, and where routes are replayed those of `gather_flips`.
     """
     started, recipe = time.perf_counter(), learner.recipe
     with named_phase(learner.ranks, f"update {learner.updates_done}"):

@@ -104,7 +104,7 @@ def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def bfloat16_products(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """Returns the CPU's flag that says it multiplies bfloat16, such as `amx_bf16`; "" if it has none."""
+    """Returns the CPU's flag that says it multiplies bfloat16, such as `amx_bf16`; "" if none is found."""
     with suppress(OSError):
         for line in cpuinfo.read_text(encoding="ascii", errors="replace").splitlines():
             name, _, flags = line.partition(":")
@@ -147,8 +147,8 @@ def peak_flops(device: str) -> float | None:
 
 
 def reset_peak_memory() -> None:
-    """Start a new measurement for `learner_memory_peak`. Without CUDA this does nothing: the kernel cannot reset a
-    peak."""
+    """Start a new measurement for `learner_memory_peak`. Without CUDA this does nothing: the peak is then that since
+    the process's start."""
     import torch
 
     if torch.cuda.is_available():

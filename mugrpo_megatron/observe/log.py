@@ -48,7 +48,7 @@ def json_lines(path: Path) -> Iterator[Sink]:
 
         def sink(row: Row) -> None:
             if row["kind"] == "samples":
-                return  # samples are not logged, since the stage's files hold them
+                return  # responses are not written here, since the stage's files hold them
             rest = memoryview((json.dumps(_finite(row)) + "\n").encode())
             with _write_error_as_user_error(path):
                 while rest:
@@ -148,7 +148,7 @@ class MetricLog:
 
     sinks: tuple[Sink, ...] = ()
     clock: Callable[[], float] = time.time
-    """Returns the Unix time of a row."""
+    """Returns the Unix time that a new row gets."""
     evaluated: set[int] = field(default_factory=set)
     """Numbers of updates after which the run was evaluated, by this process or an earlier one."""
 

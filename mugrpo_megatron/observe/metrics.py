@@ -222,8 +222,8 @@ def check_metrics(kind: Kind, names: Iterable[str]) -> None:
 def check_row(row: Any) -> None:
     """Raise ValueError unless `row`, a value from metrics.jsonl, is an object with the keys of its kind (`ROW_KEYS`).
 
-    Its metrics have to be finite numbers; outside phases they may be null. Their names are not checked, since versions
-    differ in them.
+    Its metrics have to be finite numbers; outside phases they may be null, except `problems/SET` and `samples/SET`. The
+    names of metrics are not checked, since versions differ in them.
     """
     if not isinstance(row, dict) or not isinstance(row.get("kind"), str) or row["kind"] not in ROW_KEYS:
         raise ValueError("it is not an object with a known `kind`")

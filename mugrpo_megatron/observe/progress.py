@@ -51,7 +51,7 @@ class Bar:
         return f"{self.place()} {self.unit}"
 
     def place(self) -> str:
-        """Returns `done/total` without the unit, which stands beside it in the rate; `done` if there is no total."""
+        """Returns `done/total` without the unit, which the rate beside it shows; `done` if there is no total."""
         return f"{self.done:,}/{self.total:,}" if self.total else f"{self.done:,}"
 
     def rates(self) -> str:

@@ -21,7 +21,8 @@ Row = Mapping[str, Any]
 REPORTED_PHASES = ("sync", "generate", "score", "optimize")
 """Phases that `seconds` of summary.json always has, even with 0 seconds."""
 FIGURES = ("before", "before_interval", "after", "interval")
-"""Keys of the figures in summary.json of each held-out set and of the mean over sets."""
+"""Keys of a held-out set's figures in summary.json. For the mean over sets the measure precedes them, as in
+`accuracy_before`."""
 
 
 def measure_in(rows: Iterable[Row]) -> Literal["accuracy", "reward"]:
@@ -55,7 +56,7 @@ def problems_in(row: Row) -> int:
 
 
 def format_value(value: float | None, measure: str) -> str:
-    """Returns a held-out figure as text: accuracy in percent, mean reward as a number."""
+    """Returns a held-out figure as text: accuracy in percent, mean reward as a number; "–" for None."""
     if value is None:
         return "–"
     return f"{100 * value:.1f} %" if measure == "accuracy" else f"{value:.4g}"

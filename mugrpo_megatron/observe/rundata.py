@@ -20,10 +20,10 @@ from mugrpo_megatron.observe.metrics import in_order
 from mugrpo_megatron.recipe.load import read_toml
 
 ROLLOUT_PHASES = ("sync", "generate", "score")
-"""Phases of T_rollout, from the weight sync to the stage's last scored response."""
+"""Phases of the paper's T_rollout (`paper_seconds`), from the weight sync to the stage's last scored response."""
 
 TRAINING_PHASES = (*ROLLOUT_PHASES, "logprobs", "optimize")
-"""Phases of T_total. Evaluations and saves are left out, since their number is the user's choice."""
+"""Phases of the paper's T_total. Evaluations and saves are left out, since their number is the user's choice."""
 
 
 @dataclass(frozen=True, slots=True)

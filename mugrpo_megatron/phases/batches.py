@@ -189,7 +189,7 @@ class StageBatches:
     def _judged(self, samples: list[Sample], update: int) -> list[Sample]:
         """Add each judge's scores to the samples: times the judge's weight to rewards, unweighted to components.
 
-        For a missing score its group's mean is added to the reward (`neutral_where_missing`), and no component.
+        A missing score counts in the reward as the mean of its group (`neutral_where_missing`), and adds no component.
         """
         groups = np.array([sample.group for sample in samples])
         for name, column in self.columns.scores.items():

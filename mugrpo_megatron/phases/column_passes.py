@@ -39,7 +39,7 @@ def learner_pass(run: Run, cursor: Cursor, what: str, ages: Sequence[int]) -> It
 
     Collective: after the block every rank has finished. If a rank was asked to stop, taking the next age raises an
     exception inside the block, so that context managers there discard the files that they write and restore the weights
-    that they swapped. The run is then ended as by `Run.save_and_stop`.
+    that they swapped. `Run.save_and_stop` then ends the run.
     """
 
     def each(bar: Bar) -> Iterator[int]:
@@ -73,7 +73,7 @@ def must_compute(column: Column | None, can_compute: bool) -> bool:
 
 
 def check_present(column: Column) -> None:
-    """Raise UserError for a column that is missing and cannot be computed any more."""
+    """Raise UserError if the column, which cannot be computed any more, is missing."""
     if not column.complete:
         path = column.index if column.path.exists() else column.path
         raise UserError(f"{path} is missing, and the weights that it was computed with have changed; {column.remedy}")
@@ -194,10 +194,10 @@ def _remove_old_proximal_files(run: Run) -> None:
 
 
 PROBED = 32
-"""The number of a stage's responses in its probe, the rows of a heat map. They take at most nine forward passes a
-stage (`probe_ages`)."""
+"""The largest number of a stage's responses in its probe: the rows of a heat map. They take at most nine forward passes
+a stage (`probe_ages`)."""
 PROBED_UPDATES = 4
-"""The number of updates, evenly spaced over the stage, whose responses are probed."""
+"""The largest number of updates, evenly spaced over the stage, whose responses are probed."""
 NEGATIVE = 0.75
 """The share of responses with negative advantage in a probe, high because only these can be vetoed."""
 
