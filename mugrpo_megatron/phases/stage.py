@@ -93,11 +93,13 @@ class TrainingStage:
         self._bar = None
 
     def refresh_proximal(self, cursor: Cursor) -> None:
-        """Refresh the proximal policy, every `objective.proximal_every` updates (`column_passes.refresh_proximal`)."""
+        """Refresh the proximal policy every `objective.proximal_every` updates, if that is more than one
+        (`column_passes.refresh_proximal`)."""
         refresh_proximal(self._run, self._learner, self._batches, cursor)
 
     def batch(self, cursor: Cursor) -> Batch:
-        """Read what the update at the cursor trains on. Raises UserError for a column that is missing or damaged."""
+        """Read what the update at the cursor trains on. Raises UserError if its responses are damaged, or if a column
+        is missing or damaged."""
         return self._batches.batch(cursor)
 
     @contextmanager

@@ -181,7 +181,8 @@ def layer_of_mistake(mistake: str, layers: Sequence[Layer], mistakes: Callable[[
     """Returns the name of the layer (a file or a --set) that causes a mistake; None if the merged layers do not have
     it.
 
-    It is the first layer from which on every merged table has the mistake. `mistakes` lists the mistakes of a table.
+    The layers are merged one after the other. The layer returned is the first after which the result always has
+    the mistake. `mistakes` lists the mistakes of a table.
     """
     tables = [without_unset(table) for table in accumulate((layer.table for layer in layers), layered)]
     since = list(takewhile(lambda index: mistake in mistakes(tables[index]), reversed(range(len(tables)))))
@@ -196,7 +197,7 @@ MAX_BASES = 64
 MAX_BYTES = 1 << 20
 """Most bytes of a TOML file; without a limit, reading a device such as /dev/zero would not end."""
 MAX_OVERRIDE_CHARS = 100
-"""Most characters of a `--set` option where a message begins with it, as with the name of a file."""
+"""Most characters of a `--set` option that the message about a mistake in it begins with."""
 
 
 def load_recipe(
@@ -293,7 +294,7 @@ def find_recipe_file(name: Path, folder: Path = Path()) -> Path:
 
 
 def read_toml(path: Path) -> Table:
-    """Returns the tables of a TOML file; UserError when it is missing, unreadable or not TOML."""
+    """Returns the tables of a TOML file; UserError when it is missing, unreadable, too long or not TOML."""
     try:
         with path.open("rb") as file:
             raw = file.read(MAX_BYTES + 1)
@@ -395,8 +396,8 @@ def _applied(table: Table, override: str) -> Table:
 def coerce_override(key: str, text: str, value: Any) -> Any:
     """Returns the value that an override gives to `key`. `value` is `text` read as TOML.
 
-    It is `value`, except for a key that takes only text or paths: there a number or a date stays `text`. So
-    `model.revision=1.0` is not a number, and `run.dir=2026-05-01` not a date.
+    It is `value`, except for a key that takes only text or paths: there a number, a boolean, a date or a time stays
+    `text`. So `model.revision=1.0` is not a number, and `run.dir=2026-05-01` not a date.
     """
     annotation = _annotation(key.split("."))
     texts = {*(get_args(annotation) or (annotation,))} <= {str, Path, NoneType}

@@ -81,8 +81,9 @@ SURROGATES: dict[str, Dependence] = {
     "gmpo": "response",
     "vespo": "token",
 }
-"""Surrogate -> the tokens whose log-probabilities its formula reads for the gradient of a token, if importance ratios
-are given: the token alone (`token`), or all of its response (`response`)."""
+"""Surrogate -> the tokens whose log-probabilities its formula reads for the gradient of a token: the token alone
+(`token`), or all of its response (`response`). The log-probabilities from which importance ratios are computed do not
+count."""
 
 
 Change = Literal["work", "branch", "method"]
@@ -130,7 +131,7 @@ class Section(BaseModel):
     def _check_value(cls, value: Any, info: ValidationInfo) -> Any:
         types = _types(cls.model_fields[info.field_name or ""].annotation)
         items = value if isinstance(value, list) else [value]
-        # Booleans are refused here, since Python and pydantic would take true for 1.
+        # A key that takes numbers refuses booleans here, since Python and pydantic would take true for 1.
         if any(isinstance(item, bool) for item in items) and bool not in types and types & {int, float}:
             raise ValueError("is true or false, but must be a number")
         if any("\0" in str(item) for item in items if isinstance(item, str | Path)):
@@ -213,8 +214,8 @@ class ObjectiveSection(Section):
     tokens instead, without triggers: by min(1, product) or min(1, minimum) of the importance ratios of the tokens
     before."""
     trigger_ratio: float = Field(1e-4, ge=0.0, le=1.0)
-    """Importance ratio below which a token with negative advantage is a trigger. The paper illustrates 1e-4 and does
-    not say what its runs used; the default assumes the same."""
+    """Importance ratio below which a token with negative advantage is a trigger. The paper illustrates
+    the rule with 1e-4, which is the default, and does not say what its runs used."""
     veto_reach: Literal["turn", "response"] = "response"
     """How far a trigger, or the ratios of a prefix, reach in an episode: to the end of the turn, or of the response."""
     prefix_signs: Literal["negative", "both"] = "negative"

@@ -45,7 +45,8 @@ def equivalent_of(name: str) -> Equivalent | None:
 
 
 def translate_key(name: str, value: Any = None) -> str:
-    """Returns a sentence with the recipe's name for another trainer's key; "" if the key is unknown.
+    """Returns a sentence with the recipe's name for another trainer's key; "" if the key is unknown, or if it has
+    the same name here.
 
     If `value` is a table, the sentence is about the keys in it.
     """

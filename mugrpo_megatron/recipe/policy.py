@@ -58,7 +58,7 @@ class ModelSection(Section):
     """Commit, tag or branch of a model on the hub; run.json records the commit."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Type of the parameters and activations of learner and engine. With float16 the loss is scaled. Master weights and
-    moments are float32. If unset, it is float32 on CPUs without bfloat16."""
+    moments are float32. If this key is unset, CPUs without bfloat16 take float32."""
     _snapshot: Path | None = PrivateAttr(None)
     """Directory with the files of a hub model on this machine. It is not a key of the recipe."""
 
@@ -93,7 +93,7 @@ class LoraSection(Section):
     rank: PositiveInt | None = Field(None, json_schema_extra=changes("method"))
     """Rank of the adapters; unset trains all weights."""
     alpha: PositiveFloat = Field(32.0, json_schema_extra=changes("method"))
-    """Scale of B A, divided by the rank."""
+    """Numerator of the factor alpha / rank by which B A is multiplied."""
     targets: Literal["all-linear"] | list[str] = Field("all-linear", json_schema_extra=changes("method"))
     """Layers with an adapter, by the end of their Hugging Face names: `["q_proj", "v_proj"]`; experts are
     `gate_up_proj` and `down_proj`."""

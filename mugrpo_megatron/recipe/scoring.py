@@ -36,8 +36,8 @@ FUNCTION_NAME = re.compile(r"[A-Za-z0-9_-]+")
 OVERLONG = "overlong"
 """Name of the length penalty, which is subtracted from the functions' reward."""
 RESERVED_NAMES = (OVERLONG, MEAN, "group")
-"""Names that no reward function may have, since metrics use them: `overlong`, `mean`, and `group`, since the number
-`unscored` that a function `group` may return would have the same name as `samples.UNSCORED`."""
+"""Names that no reward function may have, since metrics use them. `group` is one of them because the number `unscored`
+that a function `group` may return would have the same name as `samples.UNSCORED`."""
 MIN_WORKER_MB = 64
 """Least address space that a worker may have; Python itself takes about 40 MB."""
 
@@ -107,8 +107,8 @@ class RewardSection(Section):
     functions: dict[str, FunctionSection] = Field(default_factory=dict)
     """Several weighted functions instead of `function`, by name: `[reward.functions.NAME]`."""
     workers: int = Field(0, ge=0, json_schema_extra=changes("work"))
-    """Number of worker processes of each function on each generating rank. 0 gives a node one for every two cores,
-    divided among its engines. A function that waits for a service needs more."""
+    """Number of worker processes of each function on each generating rank. With 0, a function has one worker
+    for every two cores of a node, divided among the node's engines. A function that waits for a service needs more."""
     extract: Literal["auto", "boxed", "final", "last_number"] = "auto"
     """Which part of a response is its answer (docs/rewards.md). `auto` is `boxed` if `data.prompt_style` asks for a
     box, else `final`."""

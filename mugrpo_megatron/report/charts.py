@@ -39,7 +39,7 @@ from mugrpo_megatron.report.details import Details
 from mugrpo_megatron.report.triggers import Thresholds, ratio_text, scope_series, threshold_series
 
 MAX_LINES_BY_AGE = 8
-"""Most stages with a curve over age each; more become a median and a band."""
+"""Most stages for which each has its own curve over age. More stages are drawn as their median and a band."""
 
 LEARNING, SAMPLES, VETO, HEALTH = "Learning", "Samples", "The veto, token by token", "Off-policy health"
 TRIGGERS, PAPER, OPTIMIZATION = "Triggers by threshold", "The paper's figures", "Optimization"

@@ -40,7 +40,7 @@ class Series:
     high: Values | None = None
     """The upper end of an interval around each value; `low` is the lower end."""
     smooth: bool = False
-    """Whether the curve is noisy: it is drawn faintly, and its moving average over it."""
+    """Whether the curve is noisy. Then it is drawn faintly, with its moving average on top."""
     restarts: bool = False
     """Whether the curve starts anew in every stage, so that no line connects one stage with the next."""
     bold: bool = False

@@ -1,7 +1,7 @@
 """Reads the data of a report that are not metrics: responses of sealed stages and of evaluations, and stages' probes.
 
-At most MOST_STAGES stages are read, and of a stage the lengths of the responses of LENGTH_UPDATES updates. A damaged
-file is left out, and the page names it.
+At most MOST_STAGES stages are read. Of a stage the rewards of all responses are read, but the lengths and answers of at
+most LENGTH_UPDATES updates. A damaged file is left out, and the page names it.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def _parts(
 
 
 def _stage(directory: Path, run_dir: Path, recipe: Mapping[str, Any]) -> StageResponses | None:
-    """The responses of the stage in `directory`; None if the stage is not sealed. UserError if its file is damaged or
-    in the directory of another stage."""
+    """The responses of the stage in `directory`; None if the stage is not sealed. UserError if its file is damaged,
+    lacks a column that is read, or is in the directory of another stage."""
     path = directory / SEALED_NAME
     if not path.is_file():
         return None

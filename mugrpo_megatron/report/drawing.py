@@ -21,7 +21,8 @@ from mugrpo_megatron.report.triggers import thresholds_of
 MAX_POINTS = 400
 """Most points of a curve: a panel is about as many pixels wide, and with more points the page would be larger."""
 MAX_SPANS = 1000
-"""Most phases that the time line draws one by one; of more it draws shares of time slices."""
+"""Most phases that the time line draws one by one. If there are more, it draws the share of each of SLICES time slices
+that each kind of phase took."""
 SLICES = 500
 
 

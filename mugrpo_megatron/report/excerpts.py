@@ -13,7 +13,8 @@ from mugrpo_megatron.rewards.pool import reward_before_penalty
 from mugrpo_megatron.terminal import visible
 
 CHARACTERS = 32_000
-"""Most characters that all texts on the page have together, unless they are so many that each has SHORTEST."""
+"""Most characters of all texts on the page together. They may have more if there are so many texts that each is cut to
+SHORTEST."""
 LONGEST, SHORTEST = 3000, 300
 """Most characters of one text: if few texts are shown, and if many are."""
 FOLDED = 120

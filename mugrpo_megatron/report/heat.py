@@ -23,7 +23,7 @@ LEVELS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 """Letters that stand for importance ratios: the letter at index n, from 0, for 10^(n / STEPS + LOWEST)."""
 STEPS, LOWEST = 8, -6
 OTHERS = "."
-"""The letter of a token that the model did not sample, such as one in a tool's output."""
+"""The letter of a token that the model did not sample, such as one in a tool's output, or whose ratio is not finite."""
 MOST_STAGES, EACH = 4, 3
 """Most stages in the heat map, and most responses of one stage."""
 WINDOW = 128

@@ -22,9 +22,9 @@ MOST_TIMES = 10
 class Overtime:
     """The time after its limit that a process may still have, because it computes and the machine is slow or busy.
 
-    Only the descendants of `process` are watched. The overtime ends at the first look at which none of them is ready to
-    run or has computed since the last look, when they have used the limit again in CPU seconds, or after MOST_TIMES the
-    limit by the clock.
+    Only the descendants of `process` are watched. The overtime ends at a look if none of them is ready to run and they
+    have not computed since the last look. It also ends when they have used the limit again in CPU seconds, and when
+    MOST_TIMES times the limit has passed by the clock.
     """
 
     def __init__(self, process: int, limit_s: float) -> None:

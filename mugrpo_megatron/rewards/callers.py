@@ -92,8 +92,8 @@ FORMS = (
 
 
 class Unsupported(Exception):
-    """Raised for a function whose parameters match no form. The message continues a sentence that begins with its
-    name."""
+    """Raised for a function whose parameters cannot be read or match no form. The message is the rest of a sentence
+    that begins with the function's name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,8 +70,8 @@ _COMMAND = (
     "import sys; sys.path.insert(0, sys.argv.pop(1)); import mugrpo_megatron; del sys.path[0]; "
     "from mugrpo_megatron.rewards.guard import main; main(sys.argv.pop(1))"
 )
-"""Program of a worker's new interpreter. It imports this package from the path that the parent has it from, and
-everything else without the current directory (`-P`)."""
+"""Program of a worker's new interpreter. It imports this package from where the parent has it. `-P` keeps it
+from importing anything else from the current directory."""
 
 
 @dataclass(frozen=True, slots=True)

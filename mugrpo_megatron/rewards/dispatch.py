@@ -104,8 +104,8 @@ class Dispatcher:
             self._wake()
 
     def _match_or_queue(self, sink: VerdictSink, index: int, item: ScoringInput) -> bool:
-        """Score the item at once if the characters of its answer and gold decide, else queue their comparison by
-        `math`; returns whether a call was queued."""
+        """Score the item at once if its answer needs no parser (`match_literally`), else queue the comparison of answer
+        and gold by `math`; returns whether a call was queued."""
         verdict_or_answer = match_literally(item.opening + item.response, item.answer, self._section)
         if isinstance(verdict_or_answer, str):
             return self._enqueue(Call([ScoringInput(verdict_or_answer, item.answer, item.answer)], [(sink, index)]))
@@ -217,7 +217,7 @@ class Dispatcher:
         with self._lock:
             queued = len(self._queue)
         if not self._is_math and not self._workers:
-            queued += 1  # the first worker loads the user's function before there is a response
+            queued += 1  # the first worker loads the function before there is a response
         while (
             queued
             and len(self._workers) < self._limit

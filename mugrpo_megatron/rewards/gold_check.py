@@ -75,11 +75,11 @@ def says_there_is_none(gold: str) -> bool:
 
 
 def scores_of_golds(problems: Sequence[Problem], section: RewardSection) -> Iterator[str]:
-    """Yield a line for each reward function but `code`: the reward for the gold of a problem, given as the response.
+    """Yield a line for each reward function: the reward for the gold of a problem, given as the response.
 
-    The problem is the first that the function scores; for `math` the gold is put into a box. Raises UserError for a
-    function that cannot be loaded, whose parameters have no known form, or that fails although
-    `reward.max_failure_share` does not allow it.
+    The problem is the first that the function scores; for `math` the gold is put into a box. `code`, judges and a
+    function that scores none of the problems have no line. Raises UserError for a function that cannot be loaded, whose
+    parameters have no known form, or that fails although `reward.max_failure_share` does not allow it.
     """
     for name, entry in section.table.items():
         if entry.function == CODE:  # for `code` a gold is a list of tests, not a program that could be scored

@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 LARGEST_FLOAT = 3.4e38
 """Largest number of float32, the type in which advantages are computed."""
 ChatOrText = str | Sequence[Mapping[str, Any]]
-"""A prompt: text, or the messages of a chat (`role`, `content`, and what else its row has)."""
+"""A prompt: text, or the messages of a chat, each with `role`, `content` and its other keys in the data."""
 
 
 def fits_float32(value: float) -> bool:

@@ -30,7 +30,8 @@ def without_alignment(text: str) -> str:
     r"""Rewrite environments of several rows as one row.
 
     A row that begins with an equals sign continues the row before; other rows become elements of a list. An environment
-    stays as it is if its columns do not meet at relations, as in a matrix or a piecewise function.
+    stays as it is if its columns do not meet at relations, as in a matrix or a piecewise function, or if it is an
+    `array` or a `cases` without any relation.
     """
     if "\\begin" not in text:
         return text.replace("&=", "=").replace("=&", "=") if "&" in text and "matrix" not in text else text

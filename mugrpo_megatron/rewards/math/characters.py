@@ -23,8 +23,8 @@ _SIGNS = {
     "\u211d": "\\mathbb{R}", "\u2115": "\\mathbb{N}", "\u2124": "\\mathbb{Z}", "\u211a": "\\mathbb{Q}",
     "\u2102": "\\mathbb{C}", "\u2119": "\\mathbb{P}",
 }  # fmt: skip
-"""Sign without a compatibility form -> the usual sign for it; and letters of number sets, which stay blackboard
-letters."""
+"""Sign -> the usual sign for it, which is taken even if the sign has a compatibility form; and letters of number sets,
+which stay blackboard letters."""
 _AS_THEY_ARE = frozenset("\u2026\u2025\u2122\u2120\u00a8\u00af\u00b8\u1fbd\u203c\u2047\u2048\u2049")
 """Characters that stay, because their compatibility form is longer and no clearer."""
 _NO_UNITS = frozenset("\u33c2\u33c7\u33cd\u33d1\u33d2\u33d8")

@@ -101,8 +101,8 @@ _CONDITION = re.compile(
 elements of a list."""
 _PROSE_CHARS = 1000
 _VALUES = 16
-"""Most values of a statement around which words that deny or change a value are looked for. A statement with more
-values is a list that no gold asks for in prose."""
+"""Number of values of a statement, from its first, that are checked for words around them that deny or change the
+value. A statement with more values is a list that no gold asks for in prose."""
 
 
 def after_phrase(text: str) -> str | None:

@@ -12,7 +12,8 @@ from mugrpo_megatron.rewards.math.extract import after_phrase, answer_of, boxed_
 from mugrpo_megatron.rewards.math.normalize import normalize, unstyled
 
 MOST_ANSWER_CHARS = 2000
-"""Most characters of an extracted answer that are parsed; a longer one scores 0."""
+"""Most characters of an extracted answer that are parsed. A longer one scores 0, unless its characters decide that it
+equals the gold."""
 _WRITTEN_OUT = re.compile(
     r"\$?(?P<sign>[+-]?)(?:(?P<whole>[0-9]{1,40}|[0-9]{1,3}(?:,[0-9]{3}){1,10})(?:\.(?P<decimals>[0-9]{1,40}))?"
     r"|(?P<top>[0-9]{1,40})/(?P<under>[0-9]{1,40})"
@@ -21,8 +22,8 @@ _WRITTEN_OUT = re.compile(
 
 
 def match_literally(response: str, gold: str, section: RewardSection) -> Verdict | str:
-    """Return the verdict on a response if the characters of its answer decide it; otherwise the answer, to be
-    parsed."""
+    """Return the verdict on a response if no parser is needed: if the characters of its answer decide, or if there is
+    no answer or one that is too long. Otherwise return the answer, to be parsed."""
     answer = answer_of(response, section.extract, is_text(gold))
     verdict = literal_verdict(answer, gold)
     if verdict is not None:

@@ -32,7 +32,8 @@ class _Name(NamedTuple):
     below: tuple[str, ...]
     """The subscripts of the letter."""
     arguments: tuple[str, ...] | None
-    """The arguments in parentheses, None without parentheses; a single small letter is stored as "any"."""
+    """The arguments in parentheses, None without parentheses. A single small letter or LaTeX command is stored as
+    "any"."""
 
 
 def name_different_things(left: str, right: str) -> bool:
