@@ -18,7 +18,7 @@ REFUSALS = {
 }
 """Number of a system error that only the user can mend -> what to do, the end of the message."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Numbers of the system errors of a write that finds no space. Such an error may not name its file."""
+"""Numbers of the system errors of a write that finds no space. Such an error may lack the name of its file."""
 
 
 def way_out(error: OSError, otherwise: str) -> str:

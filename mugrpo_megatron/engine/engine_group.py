@@ -50,7 +50,10 @@ class Replicas:
         return self._engines[0].loop.run_until_complete(awaitable)
 
     async def generate(self, input_ids: list[list[int]], masked: bool = False, **request: Any) -> list[dict[str, Any]]:
-        """Generate on the engine with the fewest requests; returns SGLang's output for each item of `input_ids`."""
+        """Generate on the engine with the fewest requests; `masked` asks for sampling masks too.
+
+        Returns SGLang's output for each item of `input_ids`.
+        """
         index = self._in_flight.index(min(self._in_flight))
         self._in_flight[index] += len(input_ids)
         try:

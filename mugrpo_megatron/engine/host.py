@@ -101,15 +101,16 @@ def start_guard(scratch: str) -> IO[bytes]:
 
     It removes the shared memory that a file in `scratch` lists, and `scratch`, and kills this process group. SGLang's
     children also end with their parent (`kill_itself_when_parent_died`, utils/common.py), but only from seconds after
-    their start on. The guard is in the group itself, so it cannot kill another group that got the same number.
+    their start on. The guard is in the group itself: while it lives, no other group can get this group's number, so it
+    cannot kill a wrong group.
     """
     clean_up = (
         'read -r _ <&3; [ -f "$1/$2" ] && while read -r name; do rm -f -- "$name"; done <"$1/$2"; '
         'rm -rf -- "$1"; kill -KILL 0'
     )
-    # The guard is a background job of a shell that exits, because SGLang kills every child of this process when it ends
-    # by itself (`kill_process_tree`, utils/common.py). It reads descriptor 3, since the stdin of such a job is
-    # /dev/null.
+    # When SGLang ends by itself, it kills every child of this process (`kill_process_tree`, utils/common.py). So the
+    # guard is not a child, but a background job of a shell that exits. It reads descriptor 3, since the stdin of such a
+    # job is /dev/null.
     script = f'exec 3<&0; {{ trap "" INT TERM QUIT; {clean_up}; }} &'
     command = ["/bin/sh", "-c", script, "sh", scratch, SHARED_MEMORY]
     shell = subprocess.Popen(command, stdin=subprocess.PIPE)
@@ -189,7 +190,8 @@ class GenerateCommand:
                 self._engines.abort(_names(request))
 
     async def _answer(self, request: Request) -> None:
-        # SGLang could not abort a request that it gets only after `abort_request`, so an aborted one is not sent.
+        # A request that was aborted before this task began is not sent: SGLang ignores an abort of a request that it
+        # has not got, and would then sample it.
         if self._closing or request.key not in self._unsent:
             self._in_flight -= 1
             return
@@ -268,7 +270,8 @@ class GenerateCommand:
             self._flush()
 
     def _flush(self) -> None:
-        """Send the finished groups. A group with a missing or non-finite log-probability is asked for again instead."""
+        """Send the finished groups. A group with a missing or non-finite log-probability is asked for again instead,
+        unless the command is closing."""
         finished, self._finished = self._finished, []
         packed = pack(finished, self._version, self._sampling) if finished else None
         # A stage with a log-probability that is missing or not finite could not be trained on.

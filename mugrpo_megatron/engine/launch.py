@@ -83,7 +83,7 @@ BY_RECIPE = {
     "nnodes": "engine.nodes",
     "preferred_sampling_params": "[rollout]",
 }
-"""Argument of SGLang that the recipe decides -> the key of the recipe."""
+"""Argument of SGLang that `[engine.extra]` may not set -> what decides it: keys of the recipe, or a variable."""
 BY_PROJECT = {
     "weight sync": ("custom_weight_loader", "load_format", "json_model_override_args", "fp8_gemm_runner_backend"),
     "checking the engine's weights": (
@@ -137,8 +137,9 @@ def check_extra(extra: Mapping[str, Any]) -> None:
 def engine_arguments(spec: EngineSpec, model_dir: Path, cuda: bool, slot: EngineSlot = ALONE) -> dict[str, Any]:
     """The arguments of `sglang.Engine` for the engine of `slot`, with a random seed of its own.
 
-    Raises UserError if `model_dir` is not a checkpoint, or if the longest prompt and response together exceed the
-    model's positions. Other limits of an engine are checked before, in `checks.engines`.
+    Raises UserError if `model_dir` is not a checkpoint, if the longest prompt and response together exceed the model's
+    positions, or if, on CPU, its config lacks a field that the size of the KV cache depends on. Other limits of an
+    engine are checked before, in `checks.engines`.
     """
     config = read_model_config(model_dir)
     tokens = spec.max_prompt_tokens + spec.max_response_tokens
@@ -236,8 +237,8 @@ def _cpu_arguments(spec: EngineSpec, config: Mapping[str, Any], common: dict[str
         "disable_overlap_schedule": True,
         # Requests with prompts this short gain nothing from the prefix cache, and still pay for it.
         "disable_radix_cache": spec.max_prompt_tokens <= SHARED_PREFIX_TOKENS,
-        # SGLang refuses to start if more than this share of the memory that was free at its start is taken when it has
-        # loaded the weights, by itself or by another process, such as the loading learner.
+        # SGLang compares the free memory at its start with that after loading the weights. It refuses to go on if more
+        # than this share of the former is gone, even if another process took it, such as the learner while it loads.
         "mem_fraction_static": 0.9,
         "max_total_tokens": min(batch_tokens, max(affordable, common["context_length"])),
         **(states if has_delta(config) else {}),

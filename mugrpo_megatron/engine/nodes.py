@@ -33,7 +33,10 @@ PORTS = 8
 
 @dataclass
 class PeerFailure:
-    """Shares the first failure of an engine's processes with all of its nodes. Each start has its own. Thread-safe."""
+    """Shares the first failure of an engine's processes with all of the engine's nodes. Thread-safe.
+
+    Each start of the engine has an object of its own.
+    """
 
     address: str = ""
     """HOST:PORT on the leader's node, at which SGLang's ranks meet."""
@@ -133,8 +136,8 @@ class FollowerNode:
     def __init__(self, spec: EngineSpec, model_dir: Path, log: Path, slot: EngineSlot) -> None:
         """Prepare the process, with its output in `log`.
 
-        Raises UserError if `model_dir` is not a checkpoint, if its positions are too few for the lengths of `spec`, or
-        if SGLang is not installed.
+        Raises UserError if SGLang is not installed, and as `engine_arguments` does if `model_dir` is not a checkpoint,
+        if its positions are too few for the lengths of `spec`, or if a field of its config is missing.
         """
         self._section, self._cuda, self.slot, self.log = spec.section, finds_cuda(), slot, log
         self._arguments = engine_arguments(spec, model_dir, self._cuda, slot)
@@ -149,7 +152,10 @@ class FollowerNode:
         return self._thread is not None and self._thread.is_alive()
 
     def rendezvous(self, peers: PeerFailure) -> None:
-        """Start the process again and return at once; its SGLang ranks meet those of the leader at `peers.address`."""
+        """End the process if there is one, start a new one, and return at once.
+
+        Its SGLang ranks meet those of the leader at `peers.address`.
+        """
         self.stop()
         self._peers, self._stopping = peers, threading.Event()
         # The process is started here and not in the watching thread: the kernel kills a process when the thread that

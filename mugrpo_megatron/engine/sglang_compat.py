@@ -124,9 +124,9 @@ def _check(reply: tuple[bool, str], request: str) -> None:
 
 
 def tool_parser(tools: Sequence[Any], name: str) -> Any:
-    """Return SGLang's parser `name` of calls of `tools`, which are as in OpenAI's chat API.
+    """Return SGLang's parser called `name`, which finds calls of `tools` in a text.
 
-    Imports SGLang, which takes seconds.
+    `tools` have the form of OpenAI's chat API. Imports SGLang, which takes seconds.
     """
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.function_call.function_call_parser import FunctionCallParser

@@ -215,7 +215,7 @@ def decode_routes(output: dict[str, Any], routers: RouterShape) -> np.ndarray:
     """Decode the experts of a response's P prompt and R response tokens: uint8 or uint16 [P + R - 1, layers, k].
 
     SGLang returns base64 of int32 (state_capturer/routed_experts.py), without the last token, which the engine has not
-    run. Experts are numbered in the model's layer, whatever rank they are on. Raises ValueError when the reply has too
+    run. Experts are numbered over all of a layer, not over those of one rank. Raises ValueError when the reply has too
     few or too many numbers, or one that no expert has.
     """
     meta = output["meta_info"]

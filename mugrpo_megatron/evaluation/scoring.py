@@ -106,8 +106,10 @@ class Scorer:
         return [text if answer is None else answer for text, answer in zip(decoded, answers, strict=True)], turns
 
     def _openings(self, group: SampledGroup) -> list[str]:
-        """For each text to score, the tag (such as `<think>`) with which the tokens before it open a thought; "" for
-        none."""
+        """For each text to score, the tag (such as `<think>`) with which the tokens before it open a thought.
+
+        "" if they open none, and for the answer that an episode's function or program gave.
+        """
         if all(response.episode is None for response in group.responses):
             return [self._opening(group.prompt.ids)] * len(group.responses)
         return [

@@ -166,7 +166,7 @@ class Judge:
 
     @contextmanager
     def _errors_on(self, sample: Sample, template: str) -> Iterator[None]:
-        """Turn any error of the block, which renders `template`, into UserError. Its time and memory are limited."""
+        """Turn any error of the block, which renders `template`, into UserError; limit the block's time and memory."""
         try:
             with template_clock():
                 yield

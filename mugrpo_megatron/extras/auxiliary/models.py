@@ -31,7 +31,8 @@ LONGEST_QUESTION = 1 << 20
 def directory_of(auxiliaries: AuxiliariesSection, name: str, cached: bool = True) -> Path:
     """Directory of the auxiliary model's checkpoint; with `cached` false, a model of the hub is downloaded.
 
-    Raises UserError when a model of the hub is not in the hub's cache or, with `cached` false, cannot be downloaded.
+    Raises UserError for a model of the hub that is not in the hub's cache, with `cached` false only if it cannot be
+    downloaded either.
     """
     path = auxiliaries.by_name[name].model
     repository = model_name(path)
@@ -110,8 +111,10 @@ def temperature_hook(temperature: float) -> list[dict[str, Any]]:
 
 
 def make_divider(config: Mapping[str, float]) -> Callable[[torch.nn.Module, Any, Any], Any]:
-    """Returns a forward hook that divides a norm's output, which may be a pair (output, residual). SGLang calls this
-    factory."""
+    """Returns a forward hook that divides a norm's output; of a pair (output, residual) it divides the output alone.
+
+    SGLang calls this factory.
+    """
     temperature = config["temperature"]
 
     def divide(module: torch.nn.Module, inputs: Any, output: Any) -> Any:

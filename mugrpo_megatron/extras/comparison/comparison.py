@@ -201,7 +201,7 @@ def _charts(runs: Sequence[RunData], labels: Sequence[str]) -> Iterable[Chart]:
             for number, curve_values in enumerate(values)
             if has_values(curve_values)
         ]
-        # A curve that is the same in all runs is left out, such as the rewards of branches of one stage.
+        # Of several runs, a curve that is the same in all is left out, such as the rewards of branches of one stage.
         if len(runs) == 1 or any(curve_values != values[0] for curve_values in values):
             yield Chart(metric, title, explains, series, **looks)
 

@@ -89,7 +89,7 @@ def reached(curve: Curve, end: float) -> Estimate:
 
 
 def difference(curve: Curve, end: float, other: Curve, other_end: float) -> Estimate:
-    """`reached(curve, end)` minus `reached(other, other_end)`; both may be the same curve.
+    """`reached(curve, end)` minus `reached(other, other_end)`; `curve` and `other` may be the same.
 
     The standard error is computed as if all evaluations were independent. Evaluations on the same problems are not:
     what the choice of problems adds to both results cancels in the difference, so the true error is smaller.

@@ -42,9 +42,9 @@ FAKE = re.compile(r"^@torch\.library\.register_fake\(.*\)\n", re.MULTILINE)
 def fix(say: Say = print) -> None:
     """Install SGLang and torchvision beside a CPU's torch, and make torchvision importable.
 
-    Does nothing where both are installed and torchvision can be imported. Raises UserError for a megatron-core of no
-    tested stack, where the packages cannot be installed or imported, and where they are missing although torch finds a
-    GPU: there `mugrpo-megatron[cuda]` requires them.
+    Installs nothing if both are there and torchvision can be imported. Raises UserError if megatron-core is missing or
+    of no tested stack, if a package cannot be installed, and if torchvision still cannot be imported; also if a package
+    is missing although torch finds a GPU, because there `mugrpo-megatron[cuda]` installs it.
     """
     megatron = _installed("megatron-core")
     stack = STACKS.get(megatron or "")

@@ -31,8 +31,8 @@ from mugrpo_megatron.stages.store import StageStore
 def generate_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, problems: Problems) -> str:
     """Sample and score the shard's groups that are not on disk; if the stage is sealed, have auxiliary models score it.
 
-    Returns a sentence on what is done and what comes next. Groups go to disk as they are scored, and so does what
-    auxiliary models compute of an update: a process that was killed continues where it was. Raises UserError when
+    Returns a sentence on what is done and what comes next. Groups go to disk as they are scored, and what auxiliary
+    models compute goes there update by update: a killed process that is started again goes on. Raises UserError when
     `stage` is given and is not the run's next one, when another process generates the same shard, or when the shard was
     begun with other weights, problems or number of shards; EngineFailure after MOST_FAILURES failures in a row without
     a finished group; Stopped, with every scored group on disk, when asked to stop.

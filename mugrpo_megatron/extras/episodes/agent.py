@@ -188,8 +188,8 @@ class _Server(uvicorn.Server):
 
 
 def _cut_result(output: Path, code: int) -> dict[str, Any]:
-    """The result of a program whose session a limit has ended: what it has still written, or, if that is no result, one
-    without a reward."""
+    """The result of a program whose session a limit has ended: the one that it has still written, or one without a
+    reward if it has failed or written no result that can be read."""
     nothing: dict[str, Any] = {"reward": None, "why": "", "parts": {}, "answer": None}
     try:
         return {**(nothing if code else _result(output)), "cut": True}

@@ -175,7 +175,7 @@ class Chat:
         return set(re.findall(r"\w+", self._template.text or str(self._tokenizer.chat_template)))
 
     def count_special(self, texts: Iterable[str]) -> int:
-        """Number of special tokens that texts spell out, each of which takes a token or more."""
+        """How often texts spell out a special token; tokenized, they have at least as many tokens."""
         return sum(count_special(text, self._tokenizer) for text in texts)
 
     def shown(self, ids: list[int]) -> str:

@@ -263,7 +263,7 @@ class Endpoint:
 
 
 async def _discard(receive: Any, message: Mapping[str, Any]) -> None:
-    """Read the rest of a body after its `message` and keep nothing of it, up to DISCARDED_BYTES.
+    """Read what follows `message`, a piece of a body, up to DISCARDED_BYTES, and keep nothing of it.
 
     A connection that is closed while its client still sends is reset, and the client may never read the answer.
     """

@@ -4,9 +4,11 @@ It is started by rewards/guard.py, which kills with it whatever its tools have s
 number of an episode, `request` the number of a request to the model:
 
 From the parent:  `start` key, problem, ... · `answer` key, request, value, or error and limit · `cancel` key
-To the parent:    `ready` · `refused` text · `alive` · `ask` key, request, what · `done` key, ... · `failed` key, why
+To the parent:    `ready` · `refused` text · `alive` · `ask` key, request, what · `done` key, ...
+                  · `failed` key, why, open
                   · `drop` key, request: nobody waits for its answer any more
-                  · `ended` key, open: a cancelled episode has ended, and `open` of its plain functions still run
+                  · `ended` key, open: a cancelled episode has ended
+`open` is the number of plain functions of the episode that still run.
 """
 
 from __future__ import annotations

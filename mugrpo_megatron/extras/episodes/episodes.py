@@ -218,7 +218,7 @@ class Episodes:
         """Queue a request to the engine, or, if a limit is reached, end the episode with the turns that it has.
 
         Raises Broken if the request's tokens do not begin with those of the response that it continues, and ValueError
-        if it is malformed.
+        if it is malformed, or if it is the episode's first and longer than `data.max_prompt_tokens`.
         """
         if not episode.in_engine:
             episode.waited_s += time.monotonic() - episode.answered_at
@@ -274,7 +274,9 @@ class Episodes:
     def _continued(self, episode: Attempt, message: dict[str, Any]) -> tuple[Trajectory, list[int]]:
         """Find the response that a request continues, or begin a new one; return it with the request's token ids.
 
-        Raises Broken if these do not begin with the response's tokens so far, and ValueError for a malformed request.
+        Raises Broken if these do not begin with the response's tokens so far, TooLong for a chat that is longer than
+        the longest context, and ValueError for a malformed request, or for an episode's first one if it is longer than
+        `data.max_prompt_tokens`.
         """
         if (most := message.get("max_tokens")) is not None and most < 1:
             raise ValueError(f"max_tokens = {most}: ask for at least one token")
@@ -444,9 +446,10 @@ class Episodes:
         return bool(keys)
 
     def _stop(self, process: EpisodeProcess, episode: Attempt | None, why: str) -> None:
-        """End an episode that took too long, or, if `episode` is None, its whole process.
+        """End an episode that took too long, or, if `episode` is None, the whole process.
 
         The episodes of an ended process are begun again. If it ran a single episode, that one is the cause and fails.
+        An episode whose session a limit had ended fails too, so that its turns are stored (`_fail`).
         """
         if episode is not None:
             self._pool.cancel(process, episode)

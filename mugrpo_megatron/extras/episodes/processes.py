@@ -43,7 +43,10 @@ class Group:
 
 @dataclass(slots=True)
 class Attempt:
-    """One attempt of an episode, whose outcome becomes a response of a group; a failed episode is begun again."""
+    """One attempt of an episode, whose outcome becomes one or more responses of a group.
+
+    A failed episode is begun again as another attempt, `episodes.RETRIES` times at most.
+    """
 
     key: int
     group: Group

@@ -34,7 +34,7 @@ class Over(ValueError):
     """Raised where an episode asks the model although the episode has finished or a limit has ended it."""
 
     def __init__(self, why: str, limit: str | None = None) -> None:
-        """`limit` is the recipe key of the limit that was reached."""
+        """`limit` is the recipe key of the limit that was reached; None if the episode has finished."""
         super().__init__(why)
         self.limit = limit
 
@@ -183,7 +183,7 @@ current: ContextVar[EpisodeModel] = ContextVar("current")
 
 
 def text_of(result: Any) -> str:
-    """A tool's result as text for the model: strings unchanged, other values as JSON if they can be."""
+    """A tool's result as text for the model: strings unchanged, other values as JSON or, if that fails, by `str`."""
     if isinstance(result, str):
         return result
     try:

@@ -185,8 +185,8 @@ def _parse_row(
 
 
 def _logprobs(values: list[Any]) -> np.ndarray:
-    """Returns a row's log-probabilities as float32 [R]; rounding may put one above 0 by at most ROUNDING, which gives
-    0."""
+    """Returns a row's log-probabilities as float32 [R]; one that rounding has put above 0, by at most ROUNDING, becomes
+    0. Raises ValueError for one further above 0, and for one that is no number or not finite."""
     if not all(type(value) in (int, float) for value in values):
         raise ValueError("logprobs hold something that is not a number; give one for each token")
     if (highest := max(values)) > ROUNDING:
