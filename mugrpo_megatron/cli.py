@@ -216,7 +216,7 @@ COMMANDS = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    It is 0 when done or when SIGTERM has stopped a command that can be continued, 2 after a user's mistake or where the
+    It is 0 when done or when SIGTERM has stopped a command with `Command.stops`, 2 after a user's mistake or where the
     system lacks space or refuses a file, 1 if training, an engine or a collective failed, 130 after Ctrl-C, and 143
     after SIGTERM in any other command. Any other failure is a bug: the command prints a traceback and exits with 1.
     """

@@ -14,13 +14,14 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 from mugrpo_megatron.samples import Sample, trained_lengths
 
 ARGUMENTS = ("rewards", "groups", "lengths", "rows", "components")
-"""Arguments that a user's advantage function may name: `rewards` float64 [n], `groups` int64 [n], `lengths` in tokens
-int64 [n], and for each response its problem's row in the data set (`rows`) and its reward's parts by name
-(`components`)."""
+"""Arguments that a user's advantage function may name: `rewards` float64 [n], `groups` int64 [n], `lengths` int64 [n]
+(each response's number of trained tokens), and for each response its problem's row in the data set (`rows`) and its
+reward's parts by name (`components`)."""
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation: a nearly constant group would otherwise get huge advantages."""
 LARGEST = float(np.finfo(np.float32).max)
-"""The largest float32. Rewards and advantages beyond it, in either sign, are clipped to it."""
+"""The largest float32. The formulas here clip rewards and advantages to this magnitude; a user's function gets rewards
+that are not clipped."""
 ROUNDING = 4 * float(np.finfo(np.float32).eps)
 """Rewards count as equal up to this relative difference: adding their parts in another order, or in float32, changes
 them by as much."""
@@ -50,7 +51,7 @@ def group_advantages(
         float32 [N].
 
     Raises FunctionFailure when a user's function fails, or does not return a finite number for each response that has a
-    reward.
+    reward; UserError when it cannot be loaded, or has a parameter with an unknown name.
     """
     if config.has_user_advantage:
         return _user_advantages(rewards, groups, config, samples)

@@ -82,7 +82,8 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("update_tokens", "tokens", "number of response tokens of the update"),
     *TRIGGER_METRICS,
 )
-"""Name, unit and meaning of every metric of `metrics`; a mean or quantile over no tokens is not reported."""
+"""Name, unit and meaning of every metric of `metrics`. A metric is left out if it has nothing to be computed from: no
+such tokens or responses, no reference policy, no teacher, or no prefix weights."""
 
 USER_PREFIX = "user/"
 USER_NAME = re.compile(r"[A-Za-z0-9_-]+")

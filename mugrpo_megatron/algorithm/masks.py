@@ -71,7 +71,9 @@ def mismatch_correction(learner: Tensor, engine: Tensor, config: ObjectiveSectio
 def counted_responses(
     rewards: np.ndarray, groups: np.ndarray, truncated: np.ndarray, config: ObjectiveSection
 ) -> np.ndarray | None:
-    """bool [N]: the responses of an update that its loss and the loss's denominators count; None if they count all.
+    """bool [N]: the responses of an update that its loss and the loss's denominators count.
+
+    None if `zero_variance` and `truncated` are both `"count"`: then they count all.
 
     `zero_variance = "mask"` takes out groups with equal rewards (DAPO, arXiv 2503.14476, eq. 8 with its constraint),
     and so does `"leave_out"`, under which an update has such groups only if its stage has no others. `truncated =

@@ -113,9 +113,9 @@ def token_advantage(
     """The advantage of each token [T]: A - `teacher_coef` (log pi - log teacher), where A is `advantage` [T].
 
     Without a teacher it is A. pi is the current policy if `teacher_policy` is "current", else the behaviour policy.
-    With the current policy, and weighted by the importance ratio, the teacher's part of -A_t log pi has as its mean
-    gradient `teacher_coef` times the gradient of the reverse KL(pi | teacher) of a token given its prefix, at any
-    staleness (on-policy distillation, arXiv 2306.13649; slime's `opd_kl_coef`).
+    If pi is the current policy and the importance ratio weighs the loss -A_t log pi, then the mean gradient of the
+    teacher's part is `teacher_coef` times the gradient of the reverse KL(pi | teacher) of a token given its prefix, at
+    any staleness (on-policy distillation, arXiv 2306.13649; slime's `opd_kl_coef`).
     """
     if teacher is None or not config.teacher_coef:
         return advantage

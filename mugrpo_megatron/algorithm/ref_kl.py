@@ -5,7 +5,7 @@ With d = log pi - log ref of a sampled token, Schulman's estimators of KL(pi | r
 
     k1 = d      k2 = d^2 / 2      k3 = exp(-d) - 1 + d
 
-As a term of the loss what counts is the mean of the gradient, not of the value (Tang & Munos, arXiv 2506.09477). For a
+In a term of the loss the mean of the gradient counts, not the mean of the value (Tang & Munos, arXiv 2506.09477). For a
 token drawn from pi the mean gradient of k1 is 0, of k2 the gradient of KL(pi | ref), of k3 the gradient of
 KL(ref | pi). But the behaviour policy beta has sampled the tokens, not pi. So a value of `objective.kl_penalty` that
 ends with `_weighted` multiplies the estimate by the importance ratio: then the mean gradient of each estimator is the

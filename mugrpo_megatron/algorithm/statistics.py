@@ -20,7 +20,7 @@ class UpdateStatistics:
     """Numbers that all micro-batches of an update share; scalars on the device of the log-probabilities."""
 
     log_clip: Tensor
-    """float64 []: the clip range is narrowed to [exp(-log_clip), exp(log_clip)]; inf does not change it."""
+    """float64 []: the clip range loses what lies outside [exp(-log_clip), exp(log_clip)]; inf does not change it."""
     log_drop: Tensor
     """float64 []: tokens whose log-ratio is larger than this in magnitude are dropped; inf drops none."""
 

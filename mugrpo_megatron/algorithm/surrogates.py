@@ -29,7 +29,7 @@ class TokenBatch:
     logprobs: Tensor
     """[T]: log-probabilities under the current policy."""
     behaviour: Tensor
-    """[T]: log-probabilities under the policy that sampled."""
+    """[T]: log-probabilities under the behaviour policy, by which the importance ratio divides."""
     log_ratio: Tensor
     """[T]: `logprobs - behaviour`, not clamped."""
     ratio: Tensor
@@ -89,9 +89,9 @@ def importance_ratio(log_ratio: Tensor, segments: Segments, config: ObjectiveSec
 def recentre_clip(centre: Tensor, low: Tensor, high: Tensor, config: ObjectiveSection) -> tuple[Tensor, Tensor]:
     """Move the clip range to `centre` [T], the importance ratio of the proximal policy; no gradient flows through it.
 
-    `proximal_shifted` adds `centre - 1` to it: off-policy GRPO's f_eps (arXiv 2505.22257), which clips the ratio within
-    eps of the ratio of the policy that the iteration started from.
-    `proximal_scaled` multiplies it: with r_prox = pi_prox / beta,
+    `proximal_shifted` adds `centre - 1` to both ends, and raises a negative lower end to 0: off-policy GRPO's f_eps
+    (arXiv 2505.22257), which clips the ratio within eps of the ratio of the policy that the iteration started from.
+    `proximal_scaled` multiplies both ends by `centre`: with r_prox = pi_prox / beta,
     r_prox min(r / r_prox A, clip(r / r_prox, low, high) A) = min(r A, clip(r, low r_prox, high r_prox) A)
     is decoupled PPO (arXiv 2110.00641; AReaL, arXiv 2505.24298, eq. 5).
     """

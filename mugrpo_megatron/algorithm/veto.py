@@ -12,7 +12,7 @@ The tokens after κ follow a prefix that the policy would no longer produce. The
     response             S_seq               the whole response
 
 With `objective.veto_reach = "turn"`, every turn of an episode is treated as a response: κ is the first trigger of the
-turn, and nothing beyond the turn leaves the loss. Positions count sampled tokens in either case.
+turn, and nothing beyond the turn leaves the loss. In either case positions count only tokens that the policy sampled.
 
 Two further values of `objective.veto` weigh tokens instead of dropping them, without a threshold. In a response with
 negative advantage

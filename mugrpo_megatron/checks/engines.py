@@ -102,8 +102,9 @@ def _yarn_positions(setup: EngineSetup) -> int:
 
 
 def _other_yarn(setup: EngineSetup) -> str:
-    """Returns, as text, the two keys to set so that SGLang scales attention as the config asks; "" if it does so
-    already.
+    """Returns, as text, the two keys to set so that SGLang scales attention as the config asks.
+
+    "" if SGLang does so already, without YaRN or its factor, and for latent attention (`_latent_yarn`).
 
     SGLang multiplies the scale that follows from YaRN's factor by `attn_factor` (layers/rotary_embedding/yarn.py). It
     does not read `attention_factor`, which learner and transformers read.
@@ -120,7 +121,10 @@ def _other_yarn(setup: EngineSetup) -> str:
 
 
 def _latent_yarn(setup: EngineSetup) -> str:
-    """Returns the keys of YaRN that SGLang does not read for latent attention and that change the model; "" if none."""
+    """Returns the keys of YaRN that SGLang does not read for latent attention and that change the model.
+
+    "" if there are none, and for a model without YaRN or without latent attention.
+    """
     scaling = _scaling(setup)
     if _rope(setup) != "yarn" or not _latent(setup):
         return ""

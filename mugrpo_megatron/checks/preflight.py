@@ -165,8 +165,8 @@ def check_on_paper(recipe: Recipe, say: Say) -> None:
 def _check_prompts(data: DataSection, model: Path, problems: Sequence[Problem]) -> list[str]:
     """Returns lines to print: the first prompt, and the fields of rows that no prompt shows.
 
-    Empty if the prompt depends on a tokenizer that is not on this machine. Raises UserError when the chat template
-    cannot render a set's first problem.
+    Empty without problems, or if the prompt depends on a tokenizer that is not on this machine. Raises UserError when
+    the chat template cannot render a set's first problem.
     """
     template = template_of(data)
     first_of_each: dict[str, Problem] = {}
@@ -375,7 +375,8 @@ def _try_rewards(section: RewardSection) -> None:
 
 
 def _check_ref(kl_ref: str | None, model_path: Path, shape: Architecture) -> None:
-    """Raise UserError when `objective.kl_ref` names a checkpoint whose weights the learner cannot hold."""
+    """Raise UserError when `objective.kl_ref` names a directory without a usable checkpoint, or a checkpoint whose
+    weights the learner cannot hold."""
     if kl_ref is None or kl_ref in ("start", "stage"):
         return
     path, remedy = Path(kl_ref), 'name the directory of a checkpoint like the model\'s, or "start" or "stage"'

@@ -142,7 +142,10 @@ def _confstr() -> str:
 
 
 def main() -> int:
-    """Print the missing tools, except ninja, which setup.sh installs. Returns 2 if one blocks the setup, else 0."""
+    """Print the tools that are missing or of a wrong version, except ninja, which setup.sh installs.
+
+    Returns 2 if one of them blocks the setup, else 0.
+    """
     missing = [tool for tool in tools_here() if not tool.fits and tool.name != "ninja"]
     for tool in missing:
         print(f"setup: {tool.name}: {tool.detail}; {tool.use}; {tool.remedy}", file=sys.stderr)

@@ -25,7 +25,8 @@ CLIP = 48
 SHORT = 12
 """Most characters of a gold and of an extracted answer in a table."""
 LONG = 400
-"""Most characters that are shown of a value of a source row and of a reason; --json has the whole text."""
+"""Most characters that are shown of each fact about a group or a response, such as a reason or a value of the source
+row; --json has the whole text."""
 
 
 class StaleResponse(Protocol):
@@ -124,7 +125,7 @@ class ProblemRollouts:
 
     problem: str
     row: dict[str, Any]
-    """The problem's row in the data set; for a problem without a row its question and gold; empty if the question is
+    """The problem's row in the data set. Without a row these are its question and gold, or nothing if the question is
     not known."""
     gold: str
     responses: int = 0

@@ -250,8 +250,11 @@ def _tokenizer_hint(run_dir: Path, directory: Path) -> str:
 
 
 def _stage(directory: RunDirectory, stage: int | None) -> tuple[int, StageStore, str]:
-    """Returns the number and store of the given stage, by default of the newest sealed one, and a note if a newer stage
-    is not sealed, else "". UserError if the stage is not sealed or does not exist."""
+    """Returns the number and store of the given stage, by default of the newest sealed one, and a note.
+
+    The note says that a newer stage is not sealed; it is "" if there is none, or if a stage was given. UserError if the
+    stage is not sealed or does not exist.
+    """
     folders = directory.stages()
     for number in sorted(folders, reverse=True) if stage is None else [stage] if stage in folders else []:
         # Earlier stages are not checked: damage to one of them should not prevent that this stage is shown.

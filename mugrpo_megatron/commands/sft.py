@@ -63,9 +63,9 @@ change over them, and aligning digits takes several times the updates."""
 def train(recipe: Recipe) -> None:
     """Fine-tune a model and save it as a Hugging Face checkpoint in `sft.output`; every rank of the world runs this.
 
-    With `sft.train`, trains `model.path` on its rows. Otherwise trains a new Qwen2 on the task `data.train` until it
-    reaches `sft.target_accuracy` or has taken MAX_UPDATES updates. A finished result of the same recipe is kept. Raises
-    UserError if the recipe has nothing to imitate, or if `sft.output` holds the result of another recipe.
+    With `sft.train`, trains `model.path` on the rows that it names. Otherwise trains a new Qwen2 on the task
+    `data.train` until it reaches `sft.target_accuracy` or has taken MAX_UPDATES updates. A finished result of the same
+    recipe is kept. Raises UserError if the recipe has nothing to imitate, or if `sft.output` holds the result of another recipe.
     """
     out = recipe.sft.output
     recipe = check_warm_start(recipe)
