@@ -65,7 +65,8 @@ def train(recipe: Recipe) -> None:
 
     With `sft.train`, trains `model.path` on the rows that it names. Otherwise trains a new Qwen2 on the task
     `data.train` until it reaches `sft.target_accuracy` or has taken MAX_UPDATES updates. A finished result of the same
-    recipe is kept. Raises UserError if the recipe has nothing to imitate, or if `sft.output` holds the result of another recipe.
+    recipe is kept. Raises UserError if the recipe has nothing to imitate, or if `sft.output` holds the result of
+    another recipe.
     """
     out = recipe.sft.output
     recipe = check_warm_start(recipe)

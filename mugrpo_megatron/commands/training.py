@@ -243,7 +243,7 @@ def optimize_alone(recipe: Recipe, stage: int | None, source: Path | None = None
     from mugrpo_megatron.run.opening import open_run
     from mugrpo_megatron.train import optimize_stage
 
-    if rank_of_environment() == 0:  # one rank writes the branch; the others wait for it in open_run, to form the world
+    if rank_of_environment() == 0:  # one rank writes the branch; the others wait in open_run, where all ranks meet
         if source is not None and stage is not None:
             branch(recipe, source, stage)
         if not _sealed(recipe, _current_stage(recipe, stage)):

@@ -49,7 +49,7 @@ class BatchedAttention(TorchNativeAttnBackend):
     """Causal self-attention, in one call for many sequences; other attention is left to the base class."""
 
     def __init__(self, model_runner: Any, kernels: Kernels | None = None) -> None:
-        """Make the backend. Decoding calls `kernels`, if given, in attention, in other layers and in the sampler."""
+        """Make the backend. `kernels`, if given, compute attention while decoding, other layers, and sampling."""
         super().__init__(model_runner)
         self._kernels = kernels
         if kernels is not None:

@@ -1,6 +1,6 @@
 """The learner on CPU: stand-ins for what megatron-core calls in `torch.cuda`, and lanes for small models.
 
-With the stand-ins the same learner trains on CPU with gloo; they are put only where torch finds no CUDA device.
+With the stand-ins the same learner trains on CPU with gloo; they are used only where torch finds no CUDA device.
 Megatron asks CUDA for four things that have an obvious meaning on CPU: the current device (the CPU), streams and
 events (nothing runs asynchronously, so waiting is a no-op), `device="cuda"` in tensor factories (the CPU), and the
 random state (the CPU's). Without Transformer Engine, Megatron's router lacks a name that it reads, on every device:
@@ -47,8 +47,8 @@ def install() -> None:
     """Put the stand-ins in place; does nothing where CUDA is available. Call before megatron is first imported."""
     if torch.cuda.is_available():
         return
-    # At the first `with torch.device(...)` torch lists the functions that it acts on. The list is made now, before some
-    # of them are replaced.
+    # At the first `with torch.device(...)` torch lists the functions whose device such a block sets. The list is made
+    # now, before some of them are replaced.
     _device_constructors()
     stream = _Stream()
     torch.cuda.current_device = lambda: _CPU  # type: ignore[assignment, return-value]

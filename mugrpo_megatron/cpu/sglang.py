@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     import torch
 
 MOST_REPLICAS = 2
-"""The largest number of replicas: copies of an engine that share its requests, in one host process. More were not
-measured."""
+"""The largest number of replicas: copies of an engine that share its requests, and that one host process starts. More
+were not measured."""
 LARGEST_WEIGHTS = 1 << 30
 """An engine with more bytes of weights than this has one replica, since each replica holds a copy."""
 KV_BYTES = 1 << 29
 """The bytes of KV cache that an engine on CPU may have on any machine."""
 KV_SHARE = 16
-"""An engine on CPU may have more KV cache than `KV_BYTES` if it is at most 1 / 16 of the machine's memory."""
+"""An engine on CPU may have more KV cache than `KV_BYTES` if the cache is at most 1 / 16 of the machine's memory."""
 REPLICA_SEED_STRIDE = 104_729
 """Difference between the random seeds of two neighbouring replicas."""
 NAMED_KERNELS = (

@@ -81,8 +81,8 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     response comes from the first of these that the row has:
 
     - one of the columns `RESPONSES`, as text or as messages, of which each of the assistant's is a response;
-    - the last turn of a chat (`CHATS`). If turns of the assistant in it have a `weight`, each of them with weight 1 is
-      a response;
+    - the last turn of a chat (`CHATS`). If any turn of the chat has a `weight`, every turn of the assistant is a
+      response unless its weight is 0;
     - one of the columns `SOLUTIONS`.
 
     A prompt without a system turn gets `data.system_prompt`, as in RL. Raises UserError when no row is usable, and
@@ -113,8 +113,8 @@ def sequences(
     """Tokenize demonstrations: prompts as in RL, responses with the end-of-sequence token.
 
     Leaves out a demonstration whose prompt is empty or longer than `data.max_prompt_tokens`, or whose response is
-    longer than `max_response_tokens`. A response that the template cannot write is left out with a note. Raises
-    UserError when no demonstration is left, and with `data.strict` for a response that the template cannot write.
+    longer than `max_response_tokens`. A response that the template cannot write raises UserError with `data.strict`;
+    without it the response is left out with a note. Raises UserError too when no demonstration is left.
     """
     template = template_of(section)
     fitting = Sequences()

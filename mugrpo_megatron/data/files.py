@@ -262,16 +262,16 @@ def recognised(row: dict[str, Any], any_gold: bool = False) -> ColumnPaths | Non
 
 
 def question_column(row: Mapping[str, Any]) -> str | None:
-    """The row's first column with a usual name of a question that is not empty, else one that is not null, else
-    None."""
+    """The first of the columns `QUESTIONS` whose value in the row is not empty; else the first whose value is not null;
+    else None."""
     filled = next((name for name in QUESTIONS if not is_empty(row.get(name))), None)
     return filled or next((name for name in QUESTIONS if row.get(name) is not None), None)
 
 
 def gold_column(row: dict[str, Any], any_gold: bool) -> str:
-    """The row's first column with a usual name of a gold that is not empty, else one that is not null, else "".
+    """The first of `ANSWERS` whose value in the row is not empty; else the first whose value is not null; else "".
 
-    `any_gold` includes columns of tests.
+    With `any_gold` the columns `TESTS` follow those of `ANSWERS`.
     """
     names = (*ANSWERS, *TESTS) if any_gold else ANSWERS
     filled = next((name for name in names if has(row, name) and not is_empty(field_at(row, name))), "")

@@ -40,9 +40,9 @@ def named_sources(sources: str) -> dict[str, str]:
     """Split comma-separated sources and give each a short name: name -> source, in their order.
 
     A bundled task and a preset keep their name, also in `PRESET@FILE`; a file gets its stem, a data set of the hub the
-    last part of its name. When a file or a hub set would share its name with another source or a task, its folder or
-    owner goes in front; names that are still equal get a number. Only letters, digits, `-` and `_` are kept, so that a
-    name can be a TOML key.
+    last part of its name. When a source would share its name with another source or a task, a file's folder, a hub
+    set's owner, or the stem of the file in `PRESET@FILE` goes in front; names that are still equal get a number. Other
+    characters than letters, digits, `-` and `_` become `-`, so that a name can be a TOML key.
     """
     listed = [source for source in map(str.strip, sources.split(",")) if source]
     short = Counter([MEAN, *TASKS, *(_name(source, words=1) for source in listed)])
@@ -271,8 +271,8 @@ def load(
 
 
 def refuse_malformed(rows: Sequence[str]) -> None:
-    """Raise UserError if there are malformed rows. `rows` has a sentence for each; the error has the first of them, and
-    counts the others."""
+    """Raise UserError if there are malformed rows. `rows` has a sentence for each; the error has the first
+    MOST_NAMED_ROWS sentences, and counts the others."""
     if rows:
         hidden = len(rows) - MOST_NAMED_ROWS
         named = "; ".join(rows[:MOST_NAMED_ROWS]) + (f"; and {hidden:,} more rows" if hidden > 0 else "")

@@ -44,7 +44,7 @@ STYLES: dict[str, str] = {
 
 _WRITE = "write this into the message's text, or name another template with data.chat_template"
 EXCERPT_CHARS = 400
-"""Characters of a long prompt's beginning and end in an excerpt."""
+"""Characters that an excerpt of a long prompt has of its beginning, and as many of its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,8 @@ def render(
     """Token ids of a problem's prompt.
 
     A prompt of another style than `chat` begins with the tokenizer's beginning-of-sequence token, if it has one. Only
-    `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render.
+    `chat` renders more than one message. Raises UserError for a chat that the style or the template cannot render, and
+    for a question that is rendered already (`refuse_rendered`), except in the style `plain`.
     """
     text = rendered(problem, tokenizer, style, template)
     if resolved_style(style, tokenizer, template) == "chat":
@@ -157,8 +158,8 @@ def refuse_rendered(problem: Problem) -> None:
 
 
 def rendered(problem: Problem, tokenizer: PreTrainedTokenizerBase, style: str, template: Template) -> str:
-    """A problem's prompt as text. In a prompt of style `chat`, quoted special tokens are marked for
-    `encode_quoting`."""
+    """A problem's prompt as text. In the style `chat`, special tokens that the row's own texts spell out are marked, so
+    that `encode_quoting` encodes them as plain characters."""
     fitting = resolved_style(style, tokenizer, template)
     if fitting != "plain":
         refuse_rendered(problem)
@@ -172,8 +173,8 @@ def render_reply(
 ) -> list[int]:
     """Token ids of the assistant's message as the chat template writes it after the problem's prompt, up to its end.
 
-    Raises UserError when there is no template, when the text with the message does not begin with the prompt, and when
-    the template leaves out one of the fields `SPOKEN` that the message has.
+    Raises UserError when the prompt style is not `chat`, when there is no template, when the text with the message does
+    not begin with the prompt, and when the template leaves out one of the fields `SPOKEN` that the message has.
     """
     spoken = [name for name in SPOKEN if name in reply]
     if resolved_style(style, tokenizer, template) != "chat":
@@ -340,7 +341,9 @@ def prompt_text(problem: Problem, style: str, template: Template, model: Path | 
     """Resolve the style and render a problem in it, without a tokenizer: (style, text).
 
     `model` is the model's directory; None if the model is not on this machine. In that case the result is None if style
-    or text depend on the model's tokenizer. Raises UserError for an invalid template, or one that refuses the messages.
+    or text depend on the model's tokenizer. Raises UserError for an unknown style, for the style `chat` without a
+    template, for a chat or a rendered question that the style does not take, and for a template that is invalid or
+    refuses the messages.
     """
     check_style(style)
     config = tokenizer_config(model) if model else {}
@@ -379,7 +382,7 @@ def _untokenized(problem: Problem, text: str, template: Template, special: Mappi
 
 def _tokenizer_template(model: Path, row: Mapping[str, Any]) -> str | None:
     """The one of the tokenizer's own templates that transformers would choose for a row; None if it has no template.
-    UserError if it has several and none of them is the default."""
+    UserError if that is the default one, and there are only others."""
     templates = chat_templates(model)
     name = "tool_use" if "tool_use" in templates and TOOLS in row_arguments(row) else "default"
     if templates and name not in templates:

@@ -151,7 +151,10 @@ def data_source_of(row: Mapping[str, Any]) -> str:
 
 
 def kept_row(row: dict[str, Any]) -> dict[str, Any]:
-    """The row as JSON values, in the order of its columns; ValueError for a value that JSON cannot express."""
+    """The row as JSON values, in the order of its columns and without `Unreadable` values.
+
+    ValueError for another value that JSON cannot express.
+    """
     try:
         # Names are interned, since millions of rows have the same ones.
         return {
@@ -208,7 +211,8 @@ def lists_answers(row: Mapping[str, Any], path: str) -> bool:
 
 
 def any_answer(gold: Any) -> str:
-    """The answer in a gold for a user's function: a text's `final_answer`, other values as JSON, "" without a gold."""
+    """The answer in a gold for a user's function: a text's `final_answer`, or the whole text if that is empty; another
+    value as JSON; "" without a gold."""
     if gold is None:
         return ""
     return (final_answer(gold) or gold) if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False)
@@ -271,7 +275,7 @@ _KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
 
 
 def kind_of(value: Any) -> str:
-    """The words for a value that is neither text nor a number in an error: "an object", "a list"."""
+    """The words with which an error names a value that is neither text nor a number: "an object", "a list"."""
     return next((words for kinds, words in _KINDS if isinstance(value, kinds)), type(value).__name__)
 
 

@@ -24,7 +24,7 @@ from mugrpo_megatron.samples import Prompt, Response
 
 MemoryTag = Literal["weights", "kv_cache"]
 SGLANG_TAGS: dict[MemoryTag, list[str]] = {"weights": ["weights"], "kv_cache": ["kv_cache", "cuda_graph"]}
-"""Kind of engine memory -> SGLang's tags for it. It frees CUDA graphs where SGLANG_MEMORY_SAVER_CUDA_GRAPH is set
+"""Kind of engine memory -> SGLang's tags for it. SGLang frees CUDA graphs only if SGLANG_MEMORY_SAVER_CUDA_GRAPH is set
 (docs/engine.md)."""
 STOP_SECONDS = 5.0
 MOST_FAILURES = 3
@@ -355,7 +355,7 @@ class Engine:
 def first_start_problem(engine: Engine) -> str:
     """Wait until a run's first engine has started; returns a sentence about why it has not, else "".
 
-    "" also if the run is asked to stop. A failure of the first start is caused by the recipe or the machine.
+    It returns "" too if the run is asked to stop. A failure of the first start is caused by the recipe or the machine.
     """
     try:
         engine.wait_ready()
