@@ -113,7 +113,7 @@ def _remove_with_shared_memory(path: Path) -> None:
 
 
 def _may_name_others(path: Path) -> bool:
-    """Whether a scratch directory is of a kind whose lists of other files are read, to remove these files with it."""
+    """Whether files outside a scratch directory that it lists are to be removed with it; its kind decides."""
     return path.name.startswith(tuple(f"{PREFIX}{kind}-" for kind in WITH_SHARED_MEMORY))
 
 

@@ -143,7 +143,7 @@ def _one_pass(head: Head, batch: _Batch, gradients: _Gradients | None) -> FusedL
 
 
 def _two_passes(head: Head, batch: _Batch, gradients: _Gradients | None) -> FusedLoss:
-    """Compute the log-probabilities of all tokens, then all losses, then chunk by chunk logits again and gradients."""
+    """Compute all tokens' log-probabilities, then all losses, then, chunk by chunk, logits again and gradients."""
     count = len(batch.targets)
     logprobs, entropy, lse = torch.empty(3, count, dtype=torch.float32, device=batch.hidden.device)
     for rows in head.chunks(count):

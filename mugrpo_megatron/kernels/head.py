@@ -36,7 +36,7 @@ class HeadLayout:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """One rank's output layer, with buffers for a pass over tokens."""
+    """One rank's output layer, with the buffer of logits for a pass over tokens."""
 
     weight: Tensor
     """[V / tp, H] as the GEMMs read it: `gemm_input` of the parameter."""

@@ -66,8 +66,10 @@ class Ranks:
 def initialize(run: RunSection, layout: ParallelSection, threads: int = 0) -> Ranks:
     """Join the world (torchrun's, an existing one, or a world of one) and create the layout's process groups.
 
-    The backend is gloo on CPU and NCCL on CUDA, with `run.collective_timeout_s`. Every random generator is seeded from
-    `run.seed`. The number of CPU threads becomes `threads`, or with 0 this rank's share of the cores.
+    The backend is gloo on CPU and NCCL on CUDA, with `run.collective_timeout_s`. Torch's and Megatron's random
+    generators are seeded from `run.seed`. The number of CPU threads becomes `threads`, or with 0 this rank's share of
+    the cores.
+
     Raises UserError when the layout does not divide the world or torch does not find the GPU that nvidia-smi finds, and
     CollectiveFailure when ranks do not join.
     """
@@ -100,7 +102,7 @@ def initialize(run: RunSection, layout: ParallelSection, threads: int = 0) -> Ra
 
 
 def seed_generators(seed: int) -> None:
-    """Seed every random generator of this process, after the process groups are created."""
+    """Seed torch's and Megatron's random generators in this process; the process groups must have been created."""
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

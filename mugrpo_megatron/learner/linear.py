@@ -146,7 +146,7 @@ def with_placeholder_grad(weight: torch.Tensor) -> torch.Tensor:
 
 def _placeholder_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """Uninitialised memory in place of a gradient that is already in `main_grad`; None for a frozen
-    weight and without Megatron's wrapper."""
+    weight, or without Megatron's data parallel wrapper."""
     # As in Megatron's fused layers (tensor_parallel/layers.py): with the flag set, DDP's hook
     # (distributed_data_parallel.py) adds nothing, and registers the parameter as ready to be reduced.
     if not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):

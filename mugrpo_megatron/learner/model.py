@@ -219,7 +219,8 @@ def build_model(
 
 
 def reduces_early(ranks: Ranks) -> bool:
-    """Whether gradients are reduced over data parallel ranks, bucket by bucket, while the last backward pass runs."""
+    """Whether gradients are reduced over data parallel ranks, bucket by bucket, during the last micro-batch's backward
+    pass."""
     # Not on CPU: a reduction that runs beside the backward pass would compete with it for the cores.
     return ranks.device.type == "cuda" and ranks.dp_size * ranks.cp_size > 1
 

@@ -75,7 +75,7 @@ def health_warnings(
     """Returns the warnings that the latest rows of a run give: the last tenth of its stages and updates, but at least
     one stage and MIN_UPDATES updates. Trends are measured against the run's first rows.
 
-    Rows are in order, without repetitions of a resumed run; `clip_grad` is the recipe's.
+    Rows are in order, without those that a resumed run replaced; `clip_grad` is the recipe's.
     """
     last = _tail(stages, 1)
     recent = _tail(updates, MIN_UPDATES) if len(updates) >= MIN_UPDATES else []
@@ -211,7 +211,7 @@ def _leap(updates: Sequence[Row]) -> Iterator[HealthWarning]:
     stage."""
     rows = [row for row in updates if row.get("kl_response") is not None and row["stage"] == updates[-1]["stage"]]
     for row in rows[1:MIN_UPDATES]:
-        # The first row's KL was measured before the stage's first update: it is the mismatch of engine and learner.
+        # At age 0 the KL was measured before the stage's first update: it is the mismatch of engine and learner.
         taken, nats = row["age"] - rows[0]["age"], row["kl_response"] - rows[0]["kl_response"]
         bound = taken * max(LEAP, LEAP_TOKEN * row["kl_response"] / (row.get("kl_k3") or row["kl_response"] or 1.0))
         if rows[0]["age"] or nats <= bound:

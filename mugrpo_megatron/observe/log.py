@@ -1,4 +1,5 @@
-"""The metric log: writes every row to metrics.jsonl and, if the recipe asks, to TensorBoard and Weights & Biases."""
+"""The metric log: writes its rows to metrics.jsonl and, if the recipe asks, their metrics to TensorBoard and Weights &
+Biases."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Display:
 
     @contextmanager
     def waiting(self, text: str) -> Iterator[None]:
-        """Print what the block waits for; in a terminal also, at its end, how long that took."""
+        """Print what the block waits for; a terminal shows it meanwhile, and at the end how long it took."""
         if not self.live:
             self.say(text)
             yield

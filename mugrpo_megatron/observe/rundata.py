@@ -79,7 +79,7 @@ class RunData:
         return [next(rows) for _, rows in groupby(self.updates, key=itemgetter("stage"))]
 
     def seconds_left(self) -> float | None:
-        """Returns an estimate of the seconds left, from the pace so far; None before the second update of a stage."""
+        """Returns an estimate of the seconds left, from the pace so far; None until a stage has two updates."""
         seconds_between = [
             self.clock(later["time"]) - self.clock(earlier["time"])
             for earlier, later in pairwise(self.updates)

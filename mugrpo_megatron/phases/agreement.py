@@ -42,8 +42,8 @@ class Expected:
 def expected_logprobs(run: Run, learner: Learner, engines: Engines) -> Expected | None:
     """Compute the learner's log-probabilities of a few texts, while the learner has the devices. Collective.
 
-    Returns None if all engines have been found to agree with the learner since they started, or if there are no prompts
-    to make texts of. The learner's pass comes before the engines wake: otherwise they would have to sleep again for it.
+    Returns None if this process has already found all engines to agree with the learner, or if there are no prompts to
+    make texts of. The learner's pass comes before the engines wake: otherwise they would have to sleep again for it.
     """
     if engines.agreed:
         return None

@@ -230,7 +230,7 @@ def probe(run: Run, learner: Learner, store: StageStore, cursor: Cursor, age: in
 
 
 def choose_responses(store: StageStore, objective: ObjectiveSection) -> list[ProbedSample]:
-    """Choose at most PROBED responses from PROBED_UPDATES updates of a stage, always the same ones."""
+    """Choose at most PROBED responses from at most PROBED_UPDATES updates of a stage, always the same ones."""
     updates = sorted({number * store.updates // PROBED_UPDATES for number in range(PROBED_UPDATES)})
     count, remainder = divmod(PROBED, len(updates))
     probed = []
