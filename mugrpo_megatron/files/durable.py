@@ -284,7 +284,7 @@ def _exchange_atomically(first: Path, second: Path) -> bool:
 
 @contextmanager
 def full_disk_as_user_error(path: Path) -> Iterator[None]:
-    """Turn the error of a full disk into UserError; the block writes `path`."""
+    """Turn the error of a full disk or of a limit of file sizes into UserError; the block writes `path`."""
     try:
         yield
     except (OSError, RuntimeError) as error:

@@ -142,7 +142,7 @@ class RankParameters:
     dense: int
     experts: int
     vocabulary: int
-    """Embedding and output layer, part of `dense`; one of them is the largest single parameter."""
+    """Parameters of the embedding and the output layer that the rank has; they are part of `dense`."""
 
     @property
     def total(self) -> int:

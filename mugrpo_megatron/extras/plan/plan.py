@@ -71,7 +71,7 @@ class RunPlan:
         return is_tight(self.memory)
 
     def gpu_hours(self, seconds: float) -> float:
-        """The hours that all devices together work in `seconds`."""
+        """Device-hours of the whole cluster over `seconds` seconds."""
         return self.cluster.world * seconds / 3600
 
 

@@ -230,7 +230,7 @@ SCRIPTS = "run_scripts"
 
 
 def launch_commands(recipe: Path, overrides: Sequence[str], cluster: Cluster) -> dict[str, str]:
-    """Where to start a run -> the command, for the repository's root; the user replaces K and HOST in it."""
+    """Where to start a run -> the command to give in the repository's root; the user replaces K and HOST in it."""
     words = ["train", str(recipe), *(word for setting in overrides for word in ("--set", setting))]
     train, ranks, nodes = shlex.join(words), cluster.per_node, cluster.nodes
     if nodes == 1 and ranks == 1:

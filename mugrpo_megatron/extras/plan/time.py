@@ -52,7 +52,7 @@ def evaluation_seconds(case: PlanCase, engine: EngineMemory) -> float:
         longest = sampling.max_tokens or recipe.rollout.max_response_tokens
         problems = min(recipe.data.eval_problems, PROBLEMS.get(name, recipe.data.eval_problems))
         groups[sampling.samples, sampling.temperature, sampling.top_p, longest] += problems * sampling.samples
-    return sum(  # the mean length scales with the limit
+    return sum(  # with each set's limit `longest`, which scales the mean length too
         decoding_seconds(count, case.with_keys("rollout", max_response_tokens=longest), engine)
         for (*_, longest), count in groups.items()
     )

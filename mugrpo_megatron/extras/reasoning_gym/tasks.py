@@ -97,7 +97,8 @@ def _task_of(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _dataset(task: str, parameters: dict[str, Any]) -> Any:
-    """Returns the task's data set; UserError where package, task or parameter does not exist."""
+    """Returns the task's data set; UserError where package, task or parameter does not exist, or the package refuses a
+    value."""
     if find_spec("reasoning_gym") is None:
         raise UserError(
             f"data source '{GYM}{task}' needs a package that is not installed: pip install reasoning-gym==0.1.25"
@@ -118,8 +119,8 @@ def _dataset(task: str, parameters: dict[str, Any]) -> Any:
 
 @contextmanager
 def _refusals(source: str) -> Iterator[None]:
-    """Turn any error of the package in the block into UserError; the block may take CALL_S CPU seconds and
-    CALL_BYTES."""
+    """Turn any error of the package in the block into UserError. It is also raised if the block takes more than CALL_S
+    CPU seconds or CALL_BYTES of address space."""
     try:
         with clock(CALL_S, memory=CALL_BYTES):
             yield

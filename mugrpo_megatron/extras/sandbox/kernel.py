@@ -82,7 +82,7 @@ def see_only(paths: list[str], folders: list[str]) -> None:
     version = landlock_version()
     handled = (1 << _ACCESSES.get(version, 16)) - 1
     network = 0b11 if version >= 4 else 0  # bind and connect of TCP
-    scoped = 0b11 if version >= 6 else 0  # abstract sockets and signals of processes outside
+    scoped = 0b11 if version >= 6 else 0  # abstract sockets of processes outside, and signals to them
     attributes = struct.pack("QQQ", handled, network, scoped)[: 8 if version < 4 else 16 if version < 6 else 24]
     rules = _checked(LIBC.syscall(_LANDLOCK, attributes, ctypes.c_size_t(len(attributes)), 0), "landlock")
     for path, access in [*((path, _READ) for path in paths), *((folder, _LIST) for folder in folders)]:

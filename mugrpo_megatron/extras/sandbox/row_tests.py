@@ -67,7 +67,7 @@ Test = ProgramTest | FunctionTest | AssertTest
 def read_tests(gold: object, row: Mapping[str, Any]) -> list[Test]:
     """The tests of a row: from its first columns that hold any, else from its gold.
 
-    Raises ValueError with what is wrong with them, or that there are none.
+    Raises ValueError, which says what is wrong with them or that there are none.
     """
     for names in (*_TOGETHER, *((name,) for name in COLUMNS)):
         if tests := [test for name in names for test in _read(row.get(name), row)]:
@@ -101,7 +101,7 @@ def _read(content: object, row: Mapping[str, Any]) -> list[Test]:
 
 
 def _loaded(content: object) -> object:
-    """The value of JSON text; other values unchanged."""
+    """The value of text that is a JSON object or list; anything else unchanged."""
     if isinstance(content, str) and content.lstrip()[:1] in ("{", "["):
         try:
             return json.loads(content)
@@ -205,7 +205,8 @@ def assert_test(code: str, row: Mapping[str, Any]) -> AssertTest:
 
 
 def _definitions(row: Mapping[str, Any]) -> str:
-    """Definitions in the row's prompt besides the function that it asks for: imports and whole functions."""
+    """Code of the imports, functions and other definitions in the row's prompt, without stubs and the function that it
+    asks for; "" if the prompt is not Python."""
     prompt = row.get("prompt")
     if not isinstance(prompt, str):
         return ""
@@ -227,7 +228,7 @@ def _entry(row: Mapping[str, Any]) -> str:
 
 
 def _is_stub(statement: ast.stmt) -> bool:
-    """Whether the statement is a function whose body is only a docstring, `pass` or `...`."""
+    """Whether the statement is a function whose body has only `pass` and expressions, such as a docstring or `...`."""
     return isinstance(statement, ast.FunctionDef) and all(
         isinstance(statement, ast.Expr | ast.Pass) for statement in statement.body
     )
@@ -284,7 +285,7 @@ def _owners(tree: ast.Module, prompt: ast.Module, entry: str) -> tuple[tuple[str
 
     The program has to define the entry point, and names that begin with a capital letter, as classes do. If there is no
     entry point, and the tests import no name from the program, it also has to define the one function that nothing else
-    defines. If there are two such functions, one of them may be a helper that judges what the other returns. Then
+    defines. If there are several such functions, some may be helpers that judge what another one returns. Then
     ValueError asks the row to name the one that it tests. Raises ValueError also for tests that import other packages,
     that lack a function's definition, or that use nothing of the program.
     """

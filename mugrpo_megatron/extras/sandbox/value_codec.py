@@ -44,7 +44,8 @@ def pack(value: Any, keep: Callable[[Any], Any]) -> Any:
 
 
 def unpack(packed: Any, handle: Callable[[dict[str, Any]], Any]) -> Any:
-    """Decode a value; `handle` resolves handles. Raises ValueError or TypeError for JSON that `pack` never writes."""
+    """Decode a value; `handle` resolves handles. Raises ValueError, TypeError or OverflowError for JSON
+    that `pack` never writes."""
     if isinstance(packed, list):
         return [unpack(item, handle) for item in packed]
     if not isinstance(packed, dict):

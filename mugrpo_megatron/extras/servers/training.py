@@ -36,7 +36,7 @@ from mugrpo_megatron.train import optimize_stage
 
 
 def train_with_servers(recipe: Recipe, problems: Problems | None, options: ServerOptions) -> None:
-    """The run's stages with responses of servers; `mugrpo train --server` calls this on every rank.
+    """Fill the run's stages from servers and train on them; `mugrpo train --server` calls this on every rank.
 
     `problems` are given on rank 0 alone, which sends the requests. No evaluations take place.
     """

@@ -24,7 +24,7 @@ def sweep_arguments(parser: Parser) -> None:
 
 
 def sweep(options: Options) -> int:
-    """Run the cells of the grid that are not finished."""
+    """Run the cells of the grid that are not finished; with --dry-run only check all cells and print their states."""
     from mugrpo_megatron.checks.preflight import check_run
     from mugrpo_megatron.extras.sweep.cells import Sweep, check_sweep, states
     from mugrpo_megatron.extras.sweep.grid import cells_of, read_grid
