@@ -27,7 +27,7 @@ class Routes(Protocol):
     """
 
     def read(self, layers: Sequence[int]) -> np.ndarray:
-        """uint8 or uint16 [len(layers), P + R - 1, k]: the experts in `layers`, numbers of layers from 0.
+        """uint8 or uint16 [len(layers), P + R - 1, k]: the experts in the layers with the numbers `layers`, from 0.
 
         The last token has no experts, because nothing is sampled after it.
         """
@@ -46,7 +46,7 @@ class InMemoryRoutes:
 
 
 def expert_type(experts: int) -> type[np.uint8] | type[np.uint16]:
-    """The smallest type that has a number for each of a layer's `experts`, counted from 0."""
+    """The smallest type with which the `experts` experts of a layer can be numbered from 0."""
     return np.uint8 if experts <= 256 else np.uint16
 
 

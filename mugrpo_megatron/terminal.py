@@ -77,7 +77,7 @@ def drop_output(stream: TextIO) -> None:
 
 
 class TolerantStream:
-    """A text stream that drops what it cannot write, instead of raising an error."""
+    """A text stream that drops a text whose writing raises OSError, instead of raising the error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

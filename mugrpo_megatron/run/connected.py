@@ -91,7 +91,7 @@ class ConnectedWorld(World):
 def open_world(ranks: Ranks, timeout_s: float, engines: int, stop: StopRequest) -> World:
     """Make the world of the ranks that the learner's process groups connect. Collective.
 
-    From then on `stop.poll` also finds requests to stop that other ranks got. `timeout_s` is that of a collective.
+    From then on `stop.poll` also finds requests to stop that other ranks got. `timeout_s` is a collective's timeout.
     """
     if ranks.world == 1:
         return World(engines=engines, stop=stop)

@@ -146,7 +146,7 @@ def rendezvous(world: World, local: Engine | FollowerNode | None) -> str:
     if local is None:
         return ""
     # SGLang's nodes connect only once, at their start (--dist-init-addr). A process could not join the others later, so
-    # those of all nodes are restarted.
+    # if one does not run, those of all nodes are restarted.
     nodes = [status for status in statuses if status is not None and status.engine == local.slot.number]
     if all(node.running for node in nodes):
         return ""

@@ -104,8 +104,9 @@ def file_sum(path: Path | None) -> str:
 def check_user_files(recipe: Recipe) -> dict[str, str]:
     """Raise UserError when one of the user's files was edited since the run in `run.dir` began.
 
-    A reward function may be edited until something has been scored, and after it has ended the run by an error
-    (`editable_after_failure`). Returns the checksums that the run has recorded; empty if there is none.
+    Files that keys of `[reward]` name may be edited until something has been scored, and a reward function also after
+    it has ended the run by an error (`editable_after_failure`). Returns the checksums that the run has recorded; empty
+    if there is none.
     """
     run_dir, now = recipe.run.dir, user_files(recipe)
     before = _read(run_dir / USER_FILES) or {}  # runs of earlier versions have no such file

@@ -139,7 +139,7 @@ def launch(
     if recipe.engine.nodes == 1:
         engine.restart()
     stack.callback(engine.stop)
-    # The verifiers of a node get half of its cores, since the engines' schedulers and tokenizers need the others.
+    # By default the verifiers of a node get half of its cores; the engines' schedulers and tokenizers need the others.
     workers = recipe.reward.workers or max(1, usable_cores() // 2 // slot.local_engines)
     verifier = stack.enter_context(Verifier(recipe.reward.model_copy(update={"workers": workers})))
     return Launched(slot, logs, (engine, verifier), None)

@@ -166,7 +166,7 @@ def offload_learner(learner: Learner, world: World) -> None:
 def print_notes(
     files: RunFiles, cursor: Cursor, schedule: ScheduleSection, rollout: RolloutSection, prepared: PreparedData | None
 ) -> None:
-    """Print after how many updates the run continues, and notes on its data and its sampling."""
+    """Print after how many updates the run continues, unless it is new, and notes on its data and its sampling."""
     if cursor != Cursor():
         total = schedule.total_updates
         files.display.say(f"{files.directory.path} continues after {cursor.updates:,} of {total:,} updates")

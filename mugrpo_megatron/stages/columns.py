@@ -121,8 +121,8 @@ class TableColumn(Column):
 
     @contextmanager
     def write_tables(self, enabled: bool = True, weights: str = "") -> Iterator[Callable[[pa.Table], None]]:
-        """Yield a function that appends the rows of one update. The column is complete after the block, or absent if it
-        raises.
+        """Yield a function that appends the rows of one update. The column is complete after the block, and incomplete
+        if the block raises.
 
         `enabled` is true on one rank; on the others the function does nothing. `weights` is the checksum of the
         checkpoint that computed the column (`weights.families.fingerprint`), such as a teacher or the reference policy;

@@ -104,7 +104,7 @@ def manifest_name(writer: int) -> str:
 
 
 def shard_name(writer: int, number: int | str) -> str:
-    """File name of a writer's shard. A glob pattern as `number` gives the pattern of several of the writer's shards."""
+    """File name of a writer's shard; if `number` is a glob pattern, the pattern of the names with such numbers."""
     digits = number if isinstance(number, str) else f"{number:05d}"
     return f"shard-{writer:04d}-{digits}.parquet" if writer else f"shard-{digits}.parquet"
 
@@ -166,7 +166,8 @@ def _counts(values: list[Any]) -> bool:
 def check_stage(directory: Path, origin: Origin | None = None) -> None:
     """Raise UserError when the stage in `directory` has another origin than `origin`, or has files but no manifest.
 
-    Call it only while no other process seals the stage.
+    If `origin` is None, only the number of the stage is compared, with the directory's name. Call this only while no
+    other process seals the stage.
     """
     check_listed(directory, 0)
     for name in [manifest_name(0), *sorted(path.name for path in directory.glob(OTHER_MANIFESTS))]:

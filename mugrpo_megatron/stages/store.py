@@ -224,7 +224,7 @@ class StageStore:
         return {group for shard in intact(self.directory, self._shards()) for group in shard.groups}
 
     def listed_groups(self) -> set[int]:
-        """The indices of the groups that the manifests list; does not read the shards."""
+        """The indices of the groups that the manifests list; none once the stage is sealed. Shards are not read."""
         return {group for shard in self._shards() for group in shard.groups}
 
     @property

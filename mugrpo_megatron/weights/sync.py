@@ -113,7 +113,8 @@ def build_weight_sync(
     Engines span consecutive ranks: the leader of rank r's engine is rank r - r % engine_tensor.
 
     Args:
-        bucket_bytes: limit of a sync's memory beyond the model.
+        bucket_bytes: limit of the two buckets that a sync holds at a time; only a parameter larger than half of it
+            exceeds it.
         quantised: whether the engines run in fp8.
         engine_nodes: number of nodes that each engine spans.
         timeout_s: longest time that the other ranks wait for a leader whose engine loads a bucket.
@@ -154,7 +155,8 @@ def _sharing_folder() -> Path:
     fits = len(os.fsencode(tempfile.gettempdir())) + len(MANAGER_SOCKET) <= SOCKET_PATH
     parent = None if fits else next((path for path in SHORT_DIRECTORIES if os.access(path, os.W_OK)), "/tmp")
     folder = Scratch("weights", parent=parent)
-    # Not with atexit: that would also run in forks of this process, and not if multiprocessing has started this one.
+    # atexit is not used: its functions would also run in forks of this process, and they would not run here if
+    # multiprocessing has started this process.
     Finalize(None, folder.remove, exitpriority=0)
     given = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = parent or tempfile.gettempdir()
@@ -180,9 +182,9 @@ def _note_shared(name: str) -> None:
 def sync(weight_sync: WeightSync, engine: WeightReceiver | None, version: int) -> SyncStats:
     """Load the learner's current weights into every leader's engine, as weight version `version`.
 
-    Collective: every rank fills every bucket, and each leader sends its copy to its engine. `engine` is None on ranks
-    that do not lead one. The engine's weight memory must be awake. Its KV cache should still be asleep, so that buckets
-    and cache do not need memory at the same time.
+    Collective: every rank fills every bucket, and each leader lets its engine load the bucket. `engine` is None on
+    ranks that do not lead one. The engine's weight memory must be awake. Its KV cache should still be asleep, so that
+    buckets and cache do not need memory at the same time.
 
     Raises EngineFailure when this rank's engine refuses a bucket, after this rank has done its part for the others.
     """
@@ -265,7 +267,7 @@ def _vote_and_release(weight_sync: WeightSync, ok: bool) -> bool:
     votes = [ok] * weight_sync.engine_group.size()
     dist.all_gather_object(votes, ok, group=weight_sync.engine_group)
     if weight_sync.staging is None:
-        # torch frees shared memory that no process reads any more only when it next shares some, unless asked to.
+        # Without this call, torch would not free memory that no process reads any more until it next shares some.
         torch.cuda.ipc_collect()
     return all(votes)
 
