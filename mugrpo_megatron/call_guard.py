@@ -39,7 +39,7 @@ class TookTooLong(BaseException):
 
 @contextmanager
 def clock(seconds: float, cpu: bool = False, memory: int | None = None) -> Iterator[None]:
-    """Raise TookTooLong in the block once it has taken `seconds`. It has no effect outside the main thread.
+    """Raise TookTooLong in the block once it has taken `seconds`. Outside the main thread the block has no limits.
 
     With `cpu` only this thread's CPU time counts, so that code that never waits is not ended because the machine is
     busy. With `memory` the block may take so many bytes of address space more; beyond that it gets a MemoryError.

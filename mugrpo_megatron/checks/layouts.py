@@ -40,8 +40,8 @@ def divisors(n: int) -> list[int]:
 
 
 def candidates(model: Mapping[str, Any], world: int) -> Iterator[ParallelSection]:
-    """Yields the layouts of `world` ranks that divide the model's heads and experts, with no more pipeline ranks than
-    the model has layers.
+    """Yields the layouts of `world` ranks in which `tensor` divides the model's heads, `expert` divides its experts,
+    and `pipeline` is at most its number of layers.
 
     Not all of them are valid; `layout_problems` decides.
     """

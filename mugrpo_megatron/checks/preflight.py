@@ -200,7 +200,8 @@ def check_engine_only(recipe: Recipe, say: Say, engine: bool = True) -> tuple[Re
     """Check a run for a process without a learner: as `check_run` does, but without what only a learner needs, such as
     a layout.
 
-    With `engine` false the process has no engine either, since it samples from servers.
+    With `engine` false the process has no engine either, since it samples from servers. Returns the recipe with
+    `model.path` on this machine, and the problems of its data sets.
     """
     check_directory(recipe)
     _check_names(recipe.data, recipe.eval, recipe.reward, recipe.rollout, recipe.engine)

@@ -88,7 +88,8 @@ def run(recipe: Recipe, sources: Sequence[str], output: Path) -> Evaluation:
     """Evaluate `model.path` on data sets, each with its settings in `[eval]`, and write the results to `output`.
 
     Writes problems.jsonl (a row for each problem, as it finishes), summary.json and table.md. An evaluation with the
-    same settings in `output` is continued. Raises UserError if it has other settings, or for bad data or a bad model.
+    same settings in `output` is continued. Raises UserError if `output` holds an evaluation with other settings, or
+    files that no evaluation wrote, and for bad data or a bad model.
     """
     names = held_out_sets(",".join(sources), "--data")
     # `[eval.sets]` of a run's recipe may name sets that this evaluation does not include.

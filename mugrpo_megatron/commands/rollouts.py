@@ -43,7 +43,7 @@ from mugrpo_megatron.terminal import visible
 
 SIGNS = {"positive": 1, "negative": -1, "zero": 0}
 RIGHT = 0.5
-"""A response counts as right if its reward, before any penalty, is at least this."""
+"""A response counts as right if its `reward_before_penalty` is at least this."""
 WIDTH_WITHOUT_TERMINAL = 180
 
 

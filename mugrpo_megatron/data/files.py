@@ -33,8 +33,8 @@ csv.field_size_limit(sys.maxsize)  # the default limit is 128 KiB, which a row o
 
 
 def rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield (line from 1, row) for each row of a file. In the place of a malformed row is the reason why it is
-    malformed, as text.
+    """Yield (line from 1, row) for each row of a file. For a malformed row the second value is text: the reason why it
+    is malformed.
 
     In Parquet and JSON arrays a line is a row's number. Chats and objects that a column holds as text are parsed
     (`with_parsed_texts`).
@@ -82,8 +82,8 @@ def check_file(path: Path) -> None:
 
 
 def names_alike(path: Path) -> list[Path]:
-    """Files and folders whose names are similar to the first part of the path that does not exist, the most similar
-    first."""
+    """Files and folders with names like that of the path's first missing part, in the folder where it is missing; the
+    most similar first."""
     missing = path
     while not os.path.lexists(missing.parent) and missing.parent != missing:
         missing = missing.parent
@@ -107,7 +107,7 @@ def _array_rows(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
 
 def _csv_rows(path: Path, delimiter: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield the rows as dictionaries whose keys are the names in the first line. A field that a row lacks is left out;
-    in the place of a row with too many fields is the reason, as text."""
+    for a row with too many fields the reason is yielded instead, as text."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             reader = csv.DictReader(file, delimiter=delimiter, strict=True)

@@ -253,8 +253,9 @@ def usable_problems(
 ) -> list[Problem]:
     """Read the problems of well-formed rows whose golds can be used for scoring (`unusable_golds`).
 
-    Adds a sentence to `notes` for each row that is left out, up to MOST_NAMED of a kind. With `data.strict` a malformed
-    row or an unusable gold raises UserError instead. If `source` is a single bundled task, its golds are not checked.
+    Adds a sentence to `notes` for each row that is left out as malformed or for its gold, up to MOST_NAMED of a kind,
+    and one that counts the training rows outside `data.pass_rate`. With `data.strict` a malformed row or an unusable
+    gold raises UserError instead. If `source` is a single bundled task, its golds are not checked.
     """
     any_gold = cache(reward.accepts_any_gold)  # cached, since thousands of problems share a few sources
     read = load(source, data, split, any_gold=any_gold)

@@ -339,7 +339,10 @@ def _unknown(source: str) -> UserError:
 
 
 def resolve(source: str, section: DataSection, split: arithmetic.Split) -> Source:
-    """Find the files and columns of a source; a data set of the hub is downloaded."""
+    """Find the files and columns of a source; a data set of the hub is downloaded.
+
+    Raises UserError for a source that is neither a file nor the name of a data set, and if a download fails.
+    """
     plain = ColumnPaths(section.question_field, section.answer_field)
     any_columns = plain == PLAIN
     if file := _file_of(source):

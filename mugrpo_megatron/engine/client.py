@@ -186,7 +186,8 @@ class Engine:
     def wake(self, tag: MemoryTag) -> None:
         """Allocate the memory of `tag` again. An engine that was stopped or has failed is restarted, with all memory.
 
-        The order is: wake `weights`, sync, wake `kv_cache`. A bucket may not fit beside weights and cache.
+        The order is: wake `weights`, sync, wake `kv_cache`. The cache comes last, because a bucket might not fit into
+        memory beside both weights and cache.
         """
         if self._host is None:
             self.restart()
