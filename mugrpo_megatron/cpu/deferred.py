@@ -57,8 +57,8 @@ def compiler_deferred() -> Iterator[None]:
     """In a block that only imports modules, defer torch's compiler and its import.
 
     Compiling is deferred as by `compiling_deferred`. Unless torch._dynamo is imported already, placeholders take the
-    place of it and of two of its modules. One thing is lost: a function that is decorated with `torch._dynamo.disable` in the
-    block is compiled with its caller.
+    place of it and of two of its modules. One thing is lost: a function that is decorated with `torch._dynamo.disable`
+    in the block is compiled with its caller.
     """
     if "torch._dynamo" not in sys.modules:
         sys.modules.update(_placeholders())
