@@ -50,9 +50,9 @@ def publish(
 
     Complete columns of auxiliary models are added. With `weights` the checkpoint at the stage's start is added too;
     stage 0 has none, because it starts from the model. Of the stage and the checkpoint, only files that their own lists
-    name are copied. Raises UserError when the stage is not sealed
-    or is damaged, when one of the files is a link, and when `to` is inside the run. If `to` exists, this is an error
-    too, unless it is a published stage without other files and `overwrite` is given.
+    name are copied. Raises UserError when the stage is not sealed or is damaged, when the checkpoint is missing, when
+    one of the files is a link, and when `to` is inside the run. If `to` exists, this is an error too, unless it is a
+    published stage without other files and `overwrite` is given.
     """
     run = RunDirectory(run_dir)
     run.check_exists()

@@ -52,7 +52,7 @@ def _costs(case: PlanCase, name: str, model: ModelShape) -> Iterator[AuxiliaryCo
     for function, judge in recipe.reward.judges.items():
         if judge.model == name:
             room = question_room(recipe.longest_training_sequence, judge, model.config)
-            # The mean length of a question as a share of the longest: nearly all of it is the response that it quotes.
+            # The mean length of a question as a share of the longest; nearly all of a question is the response in it.
             quoted = min(1.0, case.mean_sequence / room)
             engine_recipe = judge_recipe(recipe, name, path, judge, room)
             judge_case = replace(

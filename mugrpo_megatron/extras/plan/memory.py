@@ -290,7 +290,7 @@ class Memory:
     learn: float
     """While the learner works and the engine sleeps."""
     sync: float
-    """During a weight sync: the weights of learner and engine, and the buckets."""
+    """During a weight sync: the buckets and the weights of learner and engine, on CPU all that the two hold."""
     generate: float
     """While the engine works; on CUDA the learner is offloaded then."""
     host: float
