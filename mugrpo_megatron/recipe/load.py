@@ -34,7 +34,7 @@ them."""
 
 
 def error_message(error: ErrorDetails) -> str:
-    """Returns a sentence about a wrong value or an unknown key, with the most similar choice or key."""
+    """Returns a sentence about a wrong value or an unknown key, with the most similar choice or key if there is one."""
     key = ".".join(map(str, error["loc"]))
     if (sentence := removal(key, error["input"])) is not None:
         return f"`{key}` = {short_repr(error['input'])}: {sentence}"
@@ -54,7 +54,7 @@ def error_message(error: ErrorDetails) -> str:
 
 
 def short_repr(value: Any) -> str:
-    """Returns the repr of a value, cut to a readable length."""
+    """Returns the repr of a value, cut to a readable length, or `a huge int` and the like if a value has no repr."""
     try:
         return _cut(repr(value), MAX_VALUE_CHARS)
     except (ValueError, RecursionError):  # a number of more than 4,300 digits, or a value nested too deep
@@ -107,7 +107,7 @@ class Layer(NamedTuple):
     name: str
     """Name in messages."""
     table: Table
-    """The keys that the file itself sets; keys of its bases are not included."""
+    """The keys that the file or the `--set` itself sets; keys of a file's bases are not included."""
 
 
 def layered(base: Table, top: Table) -> Table:
@@ -414,7 +414,11 @@ def _annotation(path: Sequence[str | int]) -> Any:
 
 
 def _value(override: str, text: str) -> Any:
-    """Returns the TOML value of an override's text, or the text itself if it is not TOML."""
+    """Returns the TOML value of an override's text, or the text itself if it is not TOML.
+
+    Raises UserError for text that is not UTF-8, sets several keys, is nested too deep, or has an integer of more than
+    4,300 digits.
+    """
     try:
         override.encode("utf-8")
         parsed = parse_toml(f"value = {text}")

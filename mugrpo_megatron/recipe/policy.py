@@ -70,7 +70,7 @@ class ModelSection(Section):
 
     @property
     def commit(self) -> str | None:
-        """The commit of a hub model, known after `at`; None for a model in a directory."""
+        """The commit of a hub model; None before `at`, and for a model in a directory."""
         return self._snapshot.name if self._snapshot else None
 
     def at(self, snapshot: Path) -> ModelSection:
@@ -249,7 +249,8 @@ class AuxiliarySection(Section):
     """Keys of `[engine]` that differ for this model, such as `memory_fraction`: `[auxiliary.NAME.engine]`."""
 
     def engine_section(self, engine: EngineSection) -> EngineSection:
-        """Returns the `[engine]` section for this model: the recipe's, with this model's own keys."""
+        """Returns the `[engine]` section for this model: the recipe's without quantization, but with this model's own
+        keys."""
         # No quantization by default, because the weight sync does it, and this model's weights come from its files
         # without a sync.
         return EngineSection.model_validate({**engine.model_dump(), "quantization": "none", **self.engine})

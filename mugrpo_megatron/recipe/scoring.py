@@ -171,13 +171,14 @@ class RewardSection(Section):
 
     @property
     def is_right_or_wrong(self) -> bool:
-        """Whether the reward function can only give 1 for right and 0 for wrong. False for users' functions."""
+        """Whether the reward function can only give 1 for right and 0 for wrong. False for users' functions, and if
+        `functions` is set."""
         all_tests = not self.functions and self.function == CODE and self.code.reward == "all"
         return self.finds_answers or all_tests
 
     @property
     def finds_answers(self) -> bool:
-        """Whether `math` is the only reward function, so that an answer is extracted from every response."""
+        """Whether `function` is `math` and `functions` is empty, so that an answer is extracted from every response."""
         return not self.functions and self.function == MATH
 
     def functions_of(self, source: str) -> tuple[str, ...]:

@@ -173,8 +173,8 @@ def reward_places(stages: Stages) -> list[float]:
 def reward_span(stages: Stages) -> tuple[float, float]:
     """The two ends of the axis of rewards.
 
-    With bars, one for each reward, the axis goes beyond the first and the last reward by 0.6 of the smallest distance
-    between rewards, so that their bars have room. Without stages it is from 0 to 1.
+    If each reward has a bar of its own, the axis goes beyond the first and the last reward by 0.6 of the smallest
+    distance between rewards, so that their bars have room. Without stages it is from 0 to 1.
     """
     if not stages:
         return 0.0, 1.0

@@ -52,8 +52,8 @@ class StageResponses:
     """int64: number of tokens of each response, of the updates that were read."""
     examples: list[Example]
     unparsed: float | None = None
-    """Fraction of the responses of those updates in which the verifier found no answer; None if the stage's file does
-    not have answers."""
+    """Fraction of the responses in `lengths` in which the verifier found no answer; None if the stage's file does not
+    have answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,8 @@ def _named(parts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def _examples(file: pq.ParquetFile, run_dir: Path, recipe: Mapping[str, Any]) -> list[Example]:
-    """The best and the worst response of the first groups in which rewards differ, or else of the first groups."""
+    """The best and the worst response of the first groups in which rewards differ, or else of the first groups. Empty
+    if the stage's file has no texts."""
     if "text" not in file.schema_arrow.names or not file.num_row_groups:
         return []
     names = ("group", "problem", "reward", "finish_reason", "text", "gold", "extracted", "why", "components")

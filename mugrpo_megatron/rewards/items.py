@@ -85,7 +85,8 @@ class Score:
     components: Mapping[str, float] = field(default_factory=dict)
     """Unweighted rewards by the functions' names, and the overlong penalty."""
     missing: bool = False
-    """Whether no function applies, or one with a weight failed; then `reward` says nothing about the response."""
+    """Whether no function applies, or one failed whose weight is not 0. Then `reward` says nothing about the
+    response."""
     failed: tuple[str, ...] = ()
     """Names of the functions that failed; `why` has the exception."""
 

@@ -17,8 +17,8 @@ from mugrpo_megatron.rewards.items import ChatOrText, Pending, Row, Score, Scori
 def combined(verdicts: Mapping[str, Verdict], weights: Mapping[str, float]) -> Score:
     """The score of one response: the sum of weight x reward over the functions that apply, 0 when none does.
 
-    It is `missing` when no function applies or one with a weight failed: an evaluation then counts 0, and training
-    leaves the response out of its group.
+    It is `missing` when no function applies, or when one failed whose weight is not 0: an evaluation then counts 0, and
+    training leaves the response out of its group.
 
     Components are the unweighted rewards under the functions' names, and other numbers of a function as `name.part`.
     The extracted answer is the first that a function found.
@@ -179,7 +179,8 @@ class Verifier:
             answers: gold answers that `math` compares with; by default the golds, which are then texts.
             sources: the problems' `data_source`, which selects the functions.
             ids: the responses' token ids.
-            openings: tags with which the prompts open a thought (`opening_of`); `math` and `code` put them in front.
+            openings: tags with which the prompts open a thought (`opening_of`); `math` and `code` put them in front of
+                the responses.
         """
         count = len(responses)
         items = [

@@ -74,7 +74,7 @@ def branch_stage(source: Path, stage: int | None) -> int:
 def check_branch(recipe: Recipe, source: Path, stage: int) -> Origin:
     """Check that `branch` can make the branch, and change nothing; returns the origin of the stage to branch at.
 
-    Raises UserError as `branch` does.
+    Raises UserError if it cannot, with the reason.
     """
     return _check(recipe, RunDirectory(source), stage)[0]
 

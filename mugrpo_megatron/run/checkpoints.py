@@ -54,7 +54,7 @@ class BackgroundSave:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until the last save has ended, at most `timeout_s`; if the save failed, raises its exception."""
+        """Wait until the last save has ended, or `timeout_s` has passed. If the save failed, raises its exception."""
         if self._thread is not None:
             self._thread.join(timeout_s)
             self._thread = None
@@ -174,9 +174,9 @@ def open_saver(
 def restore_newest(learner: Learner, directory: Path, record: RunRecord, say: Callable[[str], None]) -> Cursor:
     """Load the newest intact checkpoint and return its cursor; without a checkpoint, the run's start. Collective.
 
-    Checkpoints that are newer than that are damaged or incomplete: rank 0 renames them and calls `say` for each. Raises
-    UserError when all checkpoints are damaged, and when the newest intact one belongs to another run, to another model,
-    or to another cursor than its name says.
+    Checkpoints newer than the loaded one are damaged or incomplete: rank 0 renames them and calls `say` for each.
+    Raises UserError when all checkpoints are damaged, and when the newest intact one belongs to another run, to another
+    model, or to another cursor than its name says.
     """
     is_main = learner.ranks.rank == 0
     if is_main:

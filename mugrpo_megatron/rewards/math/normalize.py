@@ -39,7 +39,7 @@ _FONT = (
 )
 _STYLE = rf"{_FONT}|boxed|fbox|framebox"
 _BARE_FUNCTIONS = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|csc|log|ln|exp"
-"""Without `sec`, which is a second, too."""
+"""Functions that may be written without a backslash. `sec` is left out, since it also means a second."""
 _AND_OR = "或者?|及|以及|和|与|與|または|もしくは|および|또는|및|или"
 """Connectives of other scripts between answers."""
 
@@ -141,7 +141,8 @@ _ANSWER_LABEL = re.compile(r"(?:the\s+)?(?:correct\s+)?(?:final\s+)?answer\s*(?:
 _SENTENCE = r"(?i:(?:[A-Za-z]+ ){0,6}(?:is|are|was|were|be|can|cannot|not|never|unknown|unclear|than|or)\b)"
 _LABEL_WORDS = rf"(?!{_SENTENCE})((?:[A-Za-z]+ ){{0,6}}[A-Za-z]{{3,}}):"
 _LABEL = re.compile(rf"(?:\\text[a-z]*\s*\{{\s*{_LABEL_WORDS}\s*\}}|{_LABEL_WORDS})\s*(?=[-+\\.0-9])")
-"""Matches words with a colon before a number or a formula, unless they are a sentence; `Option C: 5` is a choice."""
+"""Matches words with a colon before a number or a formula, unless they are a sentence. `Option C: 5` is not
+matched, since it is a choice."""
 _FRENCH_INTERVAL = re.compile(
     r"([\[\]])([^\[\](),]*[^\[\](),\s][^\[\](),]*,[^\[\](),]*[^\[\](),\s][^\[\](),]*)([\[\]])"
 )

@@ -84,8 +84,8 @@ def _differ_at_a_point(gold: Basic, answer: Basic) -> bool:
 
 
 def _at_a_point(value: Expr) -> complex:
-    """The value of an expression at a sample point. It depends on the variables' names alone, so that a variable has
-    the same value in answer and gold."""
+    """The value of an expression at a sample point. The point depends on the variables' names alone, so that a variable
+    has the same value in answer and gold."""
     point = {symbol: 1.3 + zlib.crc32(symbol.name.encode()) % 997 / 997 for symbol in value.free_symbols}
     return complex(value.evalf(15, subs=point) if point else value.evalf(15))
 
@@ -169,8 +169,8 @@ def is_rounding(decimal: Number, exact: Expr) -> bool:
 def _agree(left: Expr, answer: Number, right: Expr, gold: Number) -> bool:
     """Whether the two values are equal, or one is the other, rounded to enough digits.
 
-    Enough is two decimals with two significant digits for a gold that rounds an exact answer, six with six for a gold
-    that rounds a longer decimal, and four with three for an answer that rounds an exact gold.
+    Enough decimals and significant digits are: 2 and 2 for a gold that rounds an exact answer, 6 and 6 for a gold that
+    rounds a longer decimal, 4 and 3 for an answer that rounds an exact gold.
     """
     if equal(left, right):
         return True
