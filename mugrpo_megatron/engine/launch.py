@@ -191,8 +191,8 @@ def replicas(engine: EngineSection, model_dir: Path, cuda: bool, slot: EngineSlo
 
 def starts_before(log: Path) -> int:
     """The number of earlier starts that an engine's seed is computed from: 0 if its `log` is new, else a random one."""
-    # The number is random, because nothing counts the starts of earlier processes, and a resumed stage must not repeat
-    # the random stream of the responses that it already holds.
+    # If the log is not new, the number is random: nothing counts the starts of earlier processes, and a resumed stage
+    # must not repeat the random stream of the responses that it already holds.
     return 1 + secrets.randbelow(EARLIER_STARTS) if log.exists() else 0
 
 
@@ -294,8 +294,8 @@ def engine_environment(section: EngineSection, model_dir: Path, cuda: bool, slot
         }
         libraries = _joined(os.environ.get("LD_LIBRARY_PATH", ""), *cuda_runtime_folders())
         return environment | ({"LD_LIBRARY_PATH": libraries} if libraries else {})
-    # A CUDA build of torch brings NCCL, which SGLang loads even without a device
-    # (distributed/device_communicators/pynccl_wrapper.py).
+    # A CUDA build of torch brings NCCL, which SGLang would load even without a device
+    # (distributed/device_communicators/pynccl_wrapper.py). With os.devnull as its path it finds no library to load.
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1", "SGLANG_NCCL_SO_PATH": os.devnull}
     if section.nodes == 1:
         environment["GLOO_SOCKET_IFNAME"] = "lo"

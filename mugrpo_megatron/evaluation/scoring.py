@@ -65,7 +65,10 @@ class Scorer:
     def scored(
         self, groups: Iterable[SampledGroup], stopping: Callable[[], bool] = lambda: False
     ) -> Iterator[ScoredGroup]:
-        """Yield the groups with their scores, in order; once `stopping()`, drop those whose scores are not ready."""
+        """Yield the groups with their scores, in order.
+
+        Once all are sampled and `stopping()` is true, groups whose scores are not ready are dropped.
+        """
         yield from self.during(groups)
         yield from self.rest(stopping)
 
@@ -137,8 +140,8 @@ class Scorer:
         )
 
     def rest(self, stopping: Callable[[], bool] = lambda: False) -> Iterator[ScoredGroup]:
-        """Wait for the scores of the pending groups and yield them; once `stopping()`, drop groups whose scores are not
-        ready."""
+        """Wait for the scores of the pending groups, and yield these groups; once `stopping()` is true, drop those
+        whose scores are not ready."""
         while self._pending:
             with suppress(TimeoutError):
                 self._pending[0][-1].result(POLL_S)

@@ -104,8 +104,8 @@ def _recipes(recipe: Recipe, name: str, directory: Path) -> Iterator[Recipe]:
 
 
 def _check_family(config: ModelConfig, where: str) -> None:
-    """Raise UserError for a `model_type` that neither transformers' nor SGLang's source files name. The files are read
-    as text, since both packages take long to import."""
+    """Raise UserError for a `model_type` that neither transformers' nor SGLang's source files name; if neither package
+    is installed, do nothing. The files are read as text, since both packages take long to import."""
     kind = config["model_type"]
     files = [
         *_sources("transformers", "models/auto/*.py"),

@@ -14,7 +14,7 @@ from mugrpo_megatron.rewards.items import ScoringInput, Verdict, fits_float32
 def parser_of(key: str, name: str, function: Callable[..., Any]) -> Callable[[Sequence[ScoringInput]], list[Verdict]]:
     """Returns a reward function that reads scores from judges' answers with the user's `function`.
 
-    Raises UserError unless `function` has a parameter named `answer`. A function that was not written for answers, such
+    Raises UserError unless `function(answer=TEXT)` is a valid call. A function that was not written for answers, such
     as `os:system`, must not get one.
     """
     try:

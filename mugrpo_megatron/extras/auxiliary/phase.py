@@ -52,7 +52,7 @@ def score_stage(run: Run, learner: Learner, store: StageStore, cursor: Cursor) -
 def _stage_lock(run: Run, cursor: Cursor) -> Iterator[None]:
     """Keep processes without a learner from scoring the stage while the block runs; before, wait until none scores it.
 
-    Collective.
+    Raises Stopped, before the block, if the run is asked to stop. Collective.
     """
     with ExitStack() as stack:
         if run.is_main:

@@ -111,7 +111,7 @@ def comparison(runs: Sequence[RunData]) -> str:
 
 
 def labels_of(runs: Sequence[RunData]) -> list[str]:
-    """A label for each run: its `distinguishing_settings`, or, if two runs have the same ones, its directory's name."""
+    """A label for each run: its `distinguishing_settings`; the name of its directory if these are equal in any two."""
     labels = [", ".join(f"{_short(key)} {_setting(run, key)}" for key in distinguishing_settings(runs)) for run in runs]
     return labels if len(set(labels)) == len(labels) else [run.path.resolve().name for run in runs]
 
@@ -231,7 +231,10 @@ def _axes(number: int, run: RunData) -> dict[str, dict[str, list[float]]]:
 
 
 def _table(runs: Sequence[RunData], labels: Sequence[str]) -> dict[str, Any]:
-    """One row for each run: its colour, the settings that differ, and its figures."""
+    """The table of the runs: for each a row with its colour, its distinguishing settings and its figures.
+
+    `also` names the other settings in which the runs differ.
+    """
     settings = distinguishing_settings(runs)
     rows = []
     for number, run in enumerate(runs):

@@ -99,7 +99,8 @@ def doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def doctor(options: argparse.Namespace | None = None) -> int:
     """Print every result as soon as it is known; returns 0 when this machine can train, 2 when it cannot.
 
-    Raises UserError when torch is not installed, and for a model that the learner cannot build.
+    Raises UserError when torch is not installed, for a model that the learner cannot build, and, with `--fix`, as `fix`
+    does.
     """
     if importlib.util.find_spec("torch") is None:
         raise UserError(f"torch is not installed in {sys.prefix}; install it with the build for this machine: {SETUP}")

@@ -125,7 +125,7 @@ def begin(recipe: Recipe, problems: Problems) -> NextStage:
     """Return the stage that the run generates next; make the run directory if it is missing.
 
     Any number of processes may call it at once. Raises UserError when the directory belongs to another run, or to a run
-    with other training problems.
+    with other training problems, when another process holds its lock for too long, and as `next_stage` does.
     """
     deadline = time.monotonic() + CLAIM_SECONDS
     while True:
@@ -180,8 +180,8 @@ class OpenShard:
 def open_shard(recipe: Recipe, shard: GenerationShard, stage: int | None, problems: Problems) -> Iterator[OpenShard]:
     """Open the stage that the run generates next, for a process that fills one shard of it.
 
-    Raises UserError when `stage` is given and is not that stage, when another process fills the same shard, and when
-    the shard was begun with other weights, other problems or another number of shards.
+    Raises UserError when `stage` is given and is not that stage, when another process fills the same shard, while a
+    learner holds the run, and when the shard was begun with other weights, other problems or another number of shards.
     """
     following = begin(recipe, problems)
     directory, cursor = RunDirectory(recipe.run.dir), following.cursor

@@ -198,7 +198,9 @@ def _cut_result(output: Path, code: int) -> dict[str, Any]:
 
 
 def _result(output: Path) -> dict[str, Any]:
-    """The episode's result, read from the end of its program's output. Raises TypeError or ValueError if it is invalid.
+    """The episode's result, read from the end of its program's output.
+
+    Raises TypeError or ValueError if it is invalid, and OSError if the output is no regular file.
 
     The reward is `reward`, or `score` if there is no `reward`, or None if there is neither. If both are there, `score`
     is a component. `answer` is what the verifier scores: a text as it is, another value as JSON.

@@ -83,7 +83,10 @@ class Chat:
         return self._render(messages, tools, arguments, is_prompt=True)
 
     def prompt(self, rendered: str) -> list[int]:
-        """Token ids of a rendered chat. Raises TooLong for more tokens than the longest context has."""
+        """Token ids of a rendered chat.
+
+        Raises TooLong for more tokens than the longest context has, and ValueError for more than MOST_RENDERED bytes.
+        """
         return self._encode_if_short(rendered)
 
     def continuation(
@@ -126,7 +129,10 @@ class Chat:
             raise ValueError(f"the chat template refuses the messages ({why})") from None
 
     def message(self, ids: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
-        """Parse sampled ids as the assistant's message, with `tool_calls` if it makes any."""
+        """Parse sampled ids as the assistant's message, with `tool_calls` if it makes any.
+
+        Raises ValueError, as `parser` does, if there are `tools` and the format of their calls is not known.
+        """
         spoken = list(ids[:-1] if ids and ids[-1] == self._tokenizer.eos_token_id else ids)
         text = str(self._tokenizer.decode(spoken, skip_special_tokens=not tools))
         content, calls = self._parse(text, tools) if tools else (text, [])

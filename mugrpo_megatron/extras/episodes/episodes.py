@@ -399,7 +399,8 @@ class Episodes:
     def _fail(self, episode: Attempt, why: str) -> None:
         """Begin a failed episode again, or drop it after RETRIES; if a limit has ended it, store the turns that it has.
 
-        Raises UserError if too large a share of the episodes was dropped.
+        In place of a dropped episode its group gets a response of one token, which is not trained on. Raises UserError
+        if too large a share of the episodes was dropped.
         """
         if episode.limit and any(trajectory.turns for trajectory in episode.trajectories):
             self._finish(episode, CUT)

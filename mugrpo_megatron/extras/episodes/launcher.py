@@ -97,7 +97,10 @@ def _function(name: str) -> Callable[[Path], Any]:
 
 
 def _call(function: Callable[..., Any], row: Path) -> None:
-    """Call the function with the row, and write its result as the last line of the output."""
+    """Call the function with the row, write its result as the last line of the output, and end this process.
+
+    The exit code is 1 if the function fails; its error is then written to stderr.
+    """
     try:
         result = function(json.loads(row.read_bytes()))
         result = asyncio.run(result) if inspect.iscoroutine(result) else result
@@ -109,8 +112,10 @@ def _call(function: Callable[..., Any], row: Path) -> None:
 
 
 def _as_object(result: Any) -> dict[str, Any]:
-    """The result of a user's function as the JSON object that a program would write in its last line. Raises
-    TypeError."""
+    """The result of a user's function as the JSON object that a program would write in its last line.
+
+    Raises TypeError for a result of any other type.
+    """
     if result is None or isinstance(result, dict):
         return result or {}
     if isinstance(result, str):
@@ -173,7 +178,7 @@ def _become(
 
 
 def _open_files(directory: Path) -> None:
-    """Make the session's files this process's standard input, output and errors; later errors are written there."""
+    """Make the session's files this process's standard input, output and errors; what it prints later goes there."""
     write = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for target, (name, flags) in enumerate(((ROW, os.O_RDONLY), (OUTPUT, write), (ERRORS, write))):
         opened = os.open(directory / name, flags, 0o600)

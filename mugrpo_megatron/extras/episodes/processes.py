@@ -176,7 +176,10 @@ class Pool:
         return [process.worker.connection for process in self.processes]
 
     def messages(self) -> Iterator[tuple[EpisodeProcess, dict[str, Any]]]:
-        """Messages from the processes. Raises UserError when the function cannot be loaded."""
+        """Yield the processes' messages about episodes, and `died` for a process that died or sent what cannot be read.
+
+        Raises UserError when the function cannot be loaded.
+        """
         for process in list(self.processes):
             begin = time.monotonic()
             try:
@@ -224,7 +227,7 @@ class Pool:
                 self.discard(process)
 
     def cancel(self, process: EpisodeProcess, episode: Attempt) -> None:
-        """End an episode that its process still runs."""
+        """Tell a process to end an episode; if it does not within ENDING_S, it gets no new episodes."""
         process.episodes.pop(episode.key, None)
         process.cancelled[episode.key] = time.monotonic() + ENDING_S
         process.send({"cancel": episode.key})

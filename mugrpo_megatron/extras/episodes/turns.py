@@ -113,7 +113,7 @@ class EpisodeModel:
     async def call(self, tool: Callable[..., Any], /, **arguments: Any) -> Any:
         """Run a tool and count the call; a plain function runs in a thread, so that it delays no other episode.
 
-        Raises the tool's own exception.
+        Raises the tool's own exception, or RuntimeError for one that `apart` turns into it.
         """
         self.calls += 1
         try:

@@ -252,7 +252,10 @@ def _gold(rollout: ForeignRollout, section: RewardSection, name: str) -> _Gold:
 
 
 def _answer(rollout: ForeignRollout, gold: _Gold) -> str:
-    """The answer in the row's gold, read as training reads it."""
+    """The answer in the row's gold, read as training reads it.
+
+    Raises UserError if `math` scores the row, and it has no gold or no answer can be found in it.
+    """
     if gold.any:
         return any_answer(gold.value)
     if not gold.column:
