@@ -51,7 +51,7 @@ def group_advantages(
         float32 [N].
 
     Raises FunctionFailure when a user's function fails, or does not return a finite number for each response that has a
-    reward; UserError when it cannot be loaded, or has a parameter with an unknown name.
+    reward; UserError when it cannot be loaded, takes no argument of `ARGUMENTS`, or needs another one.
     """
     if config.has_user_advantage:
         return _user_advantages(rewards, groups, config, samples)

@@ -225,8 +225,10 @@ def user_surrogate(function: Surrogate, tokens: TokenBatch, config: ObjectiveSec
 
 
 def call_user_function(name: str, function: Callable[..., Any], tokens: TokenBatch, config: ObjectiveSection) -> Any:
-    """Call a user's function with `tokens`, `config` or both, as its parameters name them. Raises FunctionFailure when
-    it fails, UserError when it has a parameter of another name."""
+    """Call a user's function with `tokens`, `config` or both, as its parameters name them.
+
+    Raises FunctionFailure when it fails, UserError when it takes neither or needs another argument.
+    """
     try:
         taken = arguments_of(name, function, ("tokens", "config"))
         given = {"tokens": tokens, "config": config}

@@ -27,8 +27,8 @@ def try_user_functions(
     """Call each of the user's functions in the objective once; returns a sentence about each function that was called.
 
     `rows` are those of two problems, and `components` the names of the reward functions. An advantage function that
-    reads rows is not called if there are none. Raises UserError for a function that cannot be loaded or has a parameter
-    with an unknown name, FunctionFailure for one that fails or returns a wrong value.
+    reads rows is not called if there are none. Raises UserError for a function that cannot be loaded, takes no known
+    argument or needs an unknown one, FunctionFailure for one that fails or returns a wrong value.
     """
     said: list[str] = []
     if objective.has_user_advantage and (rows or not _reads_rows(objective)):

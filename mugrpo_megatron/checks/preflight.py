@@ -310,8 +310,8 @@ def _check_names(
 
 
 def _check_user_loss(objective: ObjectiveSection) -> None:
-    """Raise UserError for a user's function of the loss that does not exist, or that has a parameter without a default
-    which the run does not pass."""
+    """Raise UserError for a user's function of the loss that does not exist, takes no argument that the run passes, or
+    needs another one."""
     if objective.has_user_advantage:
         function = load_function("objective.advantage", objective.advantage)
         arguments_of(f"objective.advantage = {objective.advantage}", function, ADVANTAGE_ARGUMENTS)

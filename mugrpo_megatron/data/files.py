@@ -381,7 +381,7 @@ def messages_of(value: list[Any]) -> tuple[Message, ...]:
     """The messages of a chat with all their fields; ValueError for a malformed one.
 
     A content is text, or a list of parts of type `text`, which are joined. Calls and their arguments may be JSON text.
-    A field that is null counts as absent, since `datasets` gives every message the fields of all messages.
+    A field that is null or empty counts as absent, since `datasets` gives every message the fields of all messages.
     """
     try:
         return tuple(_message(number, message) for number, message in enumerate(value, start=1))
@@ -429,7 +429,8 @@ def _calls(number: int, calls: Any) -> list[dict[str, Any]]:
 
 
 def with_parsed_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """The call with its arguments parsed: servers of OpenAI's protocol write them as JSON text."""
+    """The call with its arguments parsed: servers of OpenAI's protocol write them as JSON text. A text that is no JSON
+    object stays as it is."""
     if isinstance(function := call.get("function"), dict):
         return {**call, "function": with_parsed_arguments(function)}
     if not isinstance(text := call.get("arguments"), str):

@@ -154,7 +154,8 @@ def prepare(
 ) -> PreparedData:
     """Render training and held-out problems as prompts; the problems are read first unless they are given.
 
-    Raises UserError for data without usable problems, and with `data.strict` for any unusable row or gold.
+    Raises UserError for data without usable problems, if all prompts of a set are too long, and with `data.strict` for
+    any unusable row or gold.
     """
     problems = problems or read_problems(data, reward)
     notes = list(problems.notes)
