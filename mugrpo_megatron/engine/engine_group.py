@@ -62,7 +62,7 @@ class Replicas:
             self._in_flight[index] -= len(input_ids)
 
     def abort(self, names: Sequence[str] | None = None) -> None:
-        """Abort the requests whose `rid` is in `names`, by default all; a name that no engine has is ignored."""
+        """Abort the requests whose `rid` begins with one of `names`, by default all; a name without one is ignored."""
         for engine in self._engines:
             if names is None:
                 engine.tokenizer_manager.abort_request(abort_all=True)

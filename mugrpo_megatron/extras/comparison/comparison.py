@@ -144,7 +144,7 @@ def differences(runs: Sequence[RunData]) -> list[str]:
 
 
 def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
-    """Yield a sentence for each difference because of which the runs' curves cannot be compared."""
+    """Yield a sentence for each difference between the runs that makes a comparison of their curves misleading."""
     differing = differences(runs)
     for section, name in ALIKE.items():
         if keys := [key for key in differing if key.startswith(f"{section}.")]:

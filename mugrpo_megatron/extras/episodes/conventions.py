@@ -163,7 +163,7 @@ class SlimeSample:
 
 
 class GenerateState:
-    """Stands in for slime's class: it holds the tokenizer, for functions that build their prompts of tokens."""
+    """Stands in for slime's class: it holds the tokenizer, for functions that make token ids themselves."""
 
     def __init__(self, args: Any) -> None:
         self.args = args

@@ -17,7 +17,8 @@ LOGIN = re.compile(r"://[^/\s@]*:[^/\s@]+@")
 
 
 def secrets_in(environment: Mapping[str, str], named: Collection[str] = ()) -> list[str]:
-    """Names of the variables that a program does not get; it gets those in `named` (`episodes.secrets`) in any case."""
+    """Names of the variables that a program does not get; it gets those in `named` (`episodes.secrets`) although they
+    look like secrets."""
     return sorted(
         name
         for name, value in environment.items()
