@@ -35,7 +35,7 @@ def _own_directory(path: Path) -> Path:
     with a null character."""
     absolute = Path(os.path.abspath(path))
     if absolute == absolute.parent or "\0" in str(path):
-        raise ValueError("is not a directory that a command may fill; name one of its own, such as runs/first")
+        raise ValueError("is not a directory that a command may fill; name a directory of its own, such as runs/first")
     return path
 
 

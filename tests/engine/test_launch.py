@@ -218,7 +218,7 @@ def test_a_stage_keeps_what_the_engine_can_return(
     rollout = RolloutSection(max_response_tokens=9, top_k=top_k, top_p=0.9)
     sampling = training_sampling(rollout, RunSection(), build_arithmetic_tokenizer(), None)
     assert (sampling.support_ids, sampling.sampling_masks) == (keep, masked)
-    assert (f"rollout.top_k to {4096 if new else 64} or less" in sampling_note(rollout)) == (not keep)
+    assert (f"rollout.top_k to a number from 1 to {4096 if new else 64}," in sampling_note(rollout)) == (not keep)
 
 
 def test_the_deterministic_backends_are_those_of_the_installed_sglang() -> None:

@@ -127,7 +127,7 @@ def test_a_reward_that_ended_the_run_may_be_edited(recipe: Recipe, tmp_path: Pat
 def test_a_damaged_record_is_told(recipe: Recipe, tmp_path: Path) -> None:
     begin(recipe)
     (tmp_path / "run" / FILE_NAME).write_bytes(b"{}")
-    refuses(rf"{FILE_NAME}: damaged, .*remove .*{FILE_NAME} to continue", check_directory, recipe)
+    refuses(rf"{FILE_NAME}: damaged or unreadable, .*remove .*{FILE_NAME} to continue", check_directory, recipe)
 
 
 def test_an_edited_template_is_another_evaluation(recipe: Recipe, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def test_a_mixture_without_a_dense_layer_needs_no_width_of_one(family: str) -> N
     assert (model.dense_layers, model.letters["M"]) == (0, config["moe_intermediate_size"])
     assert model == architecture({**config, "intermediate_size": None})
     if family in DENSE_FIRST:
-        with pytest.raises(UserError, match="no field 'intermediate_size'"):
+        with pytest.raises(UserError, match="no value of 'intermediate_size'"):
             architecture({**config, "first_k_dense_replace": 1})
 
 

@@ -300,7 +300,11 @@ HOSTILE: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     ),
     "long prompt": (
         lambda row: (
-            refused(post({"messages": [{"role": "user", "content": "x" * 200}]}), None, "raise data.max_prompt_tokens")
+            refused(
+                post({"messages": [{"role": "user", "content": "x" * 200}]}),
+                None,
+                "data.max_prompt_tokens is 128: raise that key",
+            )
             and bool(says(row))
         ),
         "",

@@ -154,7 +154,7 @@ def test_without_landlock_nothing_is_written_and_asserts_are_refused(
     path = str(tmp_path / "file")
     assert "File too large" in failure(f"open({path!r}, 'wb', 0).write(b'x')", ProgramTest("", ""), limits)
     assert Path(path).read_bytes() == b""
-    with pytest.raises(UserError, match="needs a kernel with Landlock"):
+    with pytest.raises(UserError, match="only on a kernel with Landlock"):
         failure("def f(): return 1", AssertTest("assert f() == 1"), limits)
 
 
