@@ -325,6 +325,12 @@ def decoder(
     fields.only("attention_dropout", (0.0,), 0.0)
     fields.only("is_causal", (True,), True)
     rotary = read_rope(fields, int(head_dim * rotated), context, rope_theta, rotated, pictures=delta is not None)
+    if rotated < 1 and rotary.attention_factor != 1:
+        raise fields.error(
+            f"rope scaling 'yarn' multiplies cos and sin by {rotary.attention_factor:g}, and only {rotated:g} of a "
+            "head is rotated: the learner can multiply the scores of whole heads only. Remove the rope scaling, or choose "
+            "another model"
+        )
     tied = fields.take("tie_word_embeddings", False)
     architecture = Architecture(
         family=family,

@@ -24,6 +24,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
+PREDICTING = frozenset({"deepseek_v3", "glm4_moe", "glm4_moe_lite"})
+"""Families whose released files have layers of multi-token prediction after the model's last layer; transformers leaves
+these out, too (`_keys_to_ignore_on_load_unexpected` of its classes)."""
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types that can be read: name in a safetensors header -> torch's type."""
 TYPE_NAMES = {
@@ -71,7 +74,7 @@ def open_checkpoint(directory: Path, architecture: Architecture) -> HFCheckpoint
     """Find every tensor of a checkpoint, and compare names and shapes with those of the architecture.
 
     Only headers are read, and for a tied output layer the data of it and of the embedding. Rotary frequencies are
-    ignored, and with latent attention layers of multi-token prediction. The index need not agree with the files about
+    ignored, and so are layers of multi-token prediction. The index need not agree with the files about
     ignored tensors or about a tied output layer.
 
     Raises UserError for a missing or truncated shard, an index that disagrees with the files, a missing tensor, one
@@ -124,9 +127,9 @@ def check_tensors(
 
 
 def _ignored(name: str, architecture: Architecture) -> bool:
-    """Whether a tensor is not used: rotary frequencies and, with latent attention, layers of multi-token prediction."""
+    """Whether a tensor is not used: rotary frequencies, and layers of multi-token prediction in `PREDICTING`."""
     layer = LAYER.match(name)
-    beyond = layer is not None and int(layer[1]) >= architecture.layers and architecture.latent is not None
+    beyond = layer is not None and int(layer[1]) >= architecture.layers and architecture.family in PREDICTING
     return name.endswith(".rotary_emb.inv_freq") or beyond
 
 

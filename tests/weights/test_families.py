@@ -101,6 +101,21 @@ def test_yarn_scales_the_scores_of_latent_attention() -> None:
     assert model.transformer["softmax_scale"] == pytest.approx((0.1 * math.log(40) + 1) ** 2 / math.sqrt(192))
 
 
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_5_text"])
+def test_yarn_on_a_part_of_each_head_is_refused(family: str) -> None:
+    """It scales the products of the rotated dimensions alone; the learner would scale whole scores."""
+    yarn = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 128}
+    config = CONFIG_MAPPING[family](**{**models.SIZES, **models.FAMILIES[family]}).to_dict()
+    part = config["rope_parameters"]["partial_rotary_factor"]
+    for unscaled in ({}, {"attention_factor": 1.0}):
+        config["rope_parameters"] = {**yarn, "partial_rotary_factor": part, **unscaled}
+        if unscaled:
+            assert architecture(config).transformer["softmax_scale"] == pytest.approx(config["head_dim"] ** -0.5)
+        else:
+            with pytest.raises(UserError, match=f"only {part:g} of a head is rotated"):
+                architecture(config)
+
+
 MIXTURES = [family for family in models.FAMILIES if family in ("qwen3_moe", "qwen3_5_moe_text", *DENSE_FIRST)]
 
 

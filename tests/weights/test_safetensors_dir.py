@@ -100,6 +100,20 @@ def test_index_and_shards_may_differ_about_tensors_that_are_not_needed(name: str
     assert EMBEDDING in open_checkpoint(tmp_path, TIED).files
 
 
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_moe"])
+def test_layers_of_multi_token_prediction_are_not_read(family: str, tmp_path: Path) -> None:
+    """Released files of three families have one after the last layer; elsewhere it is a tensor too many."""
+    model = architecture({**models.SIZES, **models.FAMILIES[family], "model_type": family, "norm_topk_prob": True})
+    shapes = {n: s for e in entries(model).values() for n, s in zip(e.hf, e.hf_shapes(model), strict=True)}
+    beyond = f"model.layers.{model.layers}.eh_proj.weight"
+    save_file({name: torch.ones(shape) for name, shape in {**shapes, beyond: (2, 2)}.items()}, tmp_path / SINGLE)
+    if family == "qwen3_moe":
+        refuses(f"has the tensor '{re.escape(beyond)}'", open_checkpoint, tmp_path, model)
+    else:
+        assert beyond not in shapes
+        open_checkpoint(tmp_path, model)
+
+
 def test_an_output_layer_that_only_a_shard_has_must_equal_the_embedding(tmp_path: Path) -> None:
     sharded(tmp_path, {HEAD: torch.zeros(TIED.shape("V H"))}, {})
     refuses(r"differs from .*, though config.json ties them", open_checkpoint, tmp_path, TIED)
