@@ -328,8 +328,8 @@ def decoder(
     if rotated < 1 and rotary.attention_factor != 1:
         raise fields.error(
             f"rope scaling 'yarn' multiplies cos and sin by {rotary.attention_factor:g}, and only {rotated:g} of a "
-            "head is rotated: the learner can multiply the scores of whole heads only. Remove the rope scaling, or choose "
-            "another model"
+            "head is rotated: the learner can multiply the scores of whole heads only. Remove the rope scaling, or "
+            "choose another model"
         )
     tied = fields.take("tie_word_embeddings", False)
     architecture = Architecture(
