@@ -92,8 +92,8 @@ def token_losses(logprobs: Tensor, inputs: LossInputs, statistics: UpdateStatist
     tokens = TokenBatch(logprobs, behaviour, log_ratio, ratio, advantage_t, low, high, segments)
     surrogate = surrogate_of(config)(tokens, config)
     mask = keep_mask(log_ratio, advantage, segments, config, statistics.log_drop, state)
-    # Denominators count vetoed tokens too (mu-GRPO, arXiv 2605.17570): a veto must not raise the weights of the
-    # remaining tokens.
+    # Denominators count vetoed tokens too, so that a veto does not raise the weights of the remaining tokens. That is
+    # our reading: the paper does not say (docs/algorithm.md).
     weight = segments.weights.to(dtype)[segments.ids]
     weight = weight if inputs.correction is None else weight * inputs.correction.to(dtype)
     weight = weight if mask.weight is None else weight * mask.weight

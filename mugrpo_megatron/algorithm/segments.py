@@ -58,8 +58,8 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What the loss reads besides the current log-probabilities: the objective, and numbers of T tokens of N
-    responses."""
+    """What the loss reads besides the current log-probabilities: the objective, and values for each of T tokens
+    and for each of N responses."""
 
     config: ObjectiveSection
     behaviour: Float[Tensor, " tokens"]

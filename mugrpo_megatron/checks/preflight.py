@@ -75,7 +75,8 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     Returns the recipe with `model.path` on this machine, and the problems of its data sets. The problems are None on
     ranks other than 0, and if `generates` is false.
     """
-    main = rank_of_environment() == 0  # only rank 0 reads: other ranks might see files that it is still writing
+    # Rank 0 alone looks at run.dir and the data: it may write files there while a slower rank is still here.
+    main = rank_of_environment() == 0
     if main:
         check_directory(recipe)
         _check_tracking(recipe.track)
@@ -92,7 +93,7 @@ def check_run(recipe: Recipe, say: Say = lambda line: None, generates: bool = Tr
     if generates:
         _check_toolkit()
         _check_engine_device(EngineSetup(recipe))
-        slot_of_environment(recipe.engine, cuda=True)  # raises if engine.tensor does not divide the node's ranks
+        slot_of_environment(recipe.engine, cuda=True)  # raises if the ranks cannot be divided into engines
     _check_layers(recipe.learner, recipe.model.dtype)
     say(_layout_line(recipe.parallel, world))
     say_warmup(recipe.optimizer, recipe.schedule, say)

@@ -208,7 +208,9 @@ def _from_row(row: dict[str, Any] | str, line: str) -> ProblemResult:
         messages = tuple(map(_message, row["problem"].get("messages", ())))
         return ProblemResult(**{**row, "problem": Problem(**{**row["problem"], "messages": messages})})
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{line}: not a finished problem ({error}); delete the line to evaluate it again") from None
+        raise UserError(
+            f"{line}: damaged, not the result of a problem ({error}); delete it, and the problem is evaluated again"
+        ) from None
 
 
 def _message(turn: Any) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def watch_follower_node(connection: Channel) -> None:
         if scheduler.sentinel in ended:
             scheduler.join()
             raise RuntimeError(
-                f"SGLang's process {scheduler.pid} ended with exit code {scheduler.exitcode}; the log above says why"
+                f"SGLang's process {scheduler.pid} ended with exit code {scheduler.exitcode}; the engine's log says why"
             )
 
 

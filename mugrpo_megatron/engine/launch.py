@@ -332,7 +332,9 @@ def _joined(*folders: str) -> str:
 
 
 def _other_models(config: Mapping[str, Any]) -> list[str]:
-    """The names of SGLang's model modules that do not define the checkpoint's model; empty if none defines it.
+    """The names of SGLang's model modules that it need not import, because another one defines the checkpoint's model.
+
+    Empty if no module is found that defines it; then all are imported.
 
     Raises UserError if SGLang is not installed.
     """

@@ -29,10 +29,10 @@ LONGEST_QUESTION = 1 << 20
 
 
 def directory_of(auxiliaries: AuxiliariesSection, name: str, cached: bool = True) -> Path:
-    """Directory of the auxiliary model's checkpoint; with `cached` false, a model of the hub is downloaded.
+    """Directory of the auxiliary model's checkpoint. A model of the hub is looked for in the hub's cache; with `cached`
+    false it may be downloaded, too.
 
-    Raises UserError for a model of the hub that is not in the hub's cache, with `cached` false only if it cannot be
-    downloaded either.
+    Raises UserError if a model of the hub cannot be had in this way.
     """
     path = auxiliaries.by_name[name].model
     repository = model_name(path)
@@ -78,9 +78,9 @@ def _recipe(
 ) -> Recipe:
     """The recipe with an auxiliary model in place of the policy. `rollout` has new values for keys of `[rollout]`, and
     `room`, if given, is the longest prompt in tokens."""
-    # No stop texts, because for them SGLang would have to load a tokenizer; no function, because an auxiliary model
-    # plays no episodes.
-    plain: dict[str, Any] = {"stop": [], "function": None}
+    # No stop texts, because for them SGLang would have to load a tokenizer; neither function nor agent, because an
+    # auxiliary model plays no episodes.
+    plain: dict[str, Any] = {"stop": [], "function": None, "agent": None}
     return recipe.model_copy(
         update={
             "model": ModelSection(path=directory, dtype=recipe.model.dtype),

@@ -27,8 +27,8 @@ def hub_name(model: Path) -> tuple[str, str]:
 def without_local_paths(recipe: Recipe) -> tuple[Recipe, list[str]]:
     """The recipe without this machine's directories, and the keys (`section.key`) whose values were cut.
 
-    A path is cut to its last component, also in a list of sources. `model.path` becomes the model's name on the hub if
-    it is such a name or a folder of the hub's cache. Settings that do not concern the stage get their defaults.
+    A path is cut to its last component, also in a list of sources. The path of a model becomes the model's name on the
+    hub if it is such a name or a folder of the hub's cache. Settings that do not concern the stage get their defaults.
     """
     cut_keys: list[str] = []
     table: dict[str, dict[str, Any]] = {}
@@ -40,11 +40,16 @@ def without_local_paths(recipe: Recipe) -> tuple[Recipe, list[str]]:
             name = f"{section}.{key}"
             if name in DROPPED:
                 continue
-            shortened = (model_name(value) or hub_name(value)[0]) if name == "model.path" else _cut(value)
+            shortened = _model(value) if name == "model.path" else _cut(value)
             if shortened != value:
                 cut_keys.append(name)
             table[section][key] = shortened
     return validate(table, "the published recipe"), cut_keys
+
+
+def _model(path: Path) -> Path:
+    """The name on the hub of the model that `model.path` or `auxiliary.NAME.model` names, else the directory's name."""
+    return Path(model_name(path) or hub_name(path)[0])
 
 
 def _cut(value: Any) -> Any:
@@ -59,7 +64,10 @@ def _cut(value: Any) -> Any:
                 else value
             )
         case Mapping():
-            return {key: _cut(inner) for key, inner in value.items()}
+            return {
+                key: _model(inner) if key == "model" and isinstance(inner, Path) else _cut(inner)
+                for key, inner in value.items()
+            }
         case list() | tuple():
             return type(value)(_cut(inner) for inner in value)
         case _:

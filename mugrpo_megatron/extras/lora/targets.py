@@ -139,10 +139,11 @@ def target_kinds(architecture: Architecture, targets: Targets, where: str = "lor
 
 
 def leaves_of(row: Row, layer: int, architecture: Architecture, kinds: Sequence[str]) -> list[Leaf]:
-    """The Hugging Face layers in a row of the table, in its order; `kinds` are those that have adapters.
+    """The Hugging Face layers in a row of the table, in the row's order, with or without an adapter.
 
-    PEFT wraps the experts' module once for each parameter that has an adapter. If both have one, the wrapper of
-    `down_proj` is around that of `gate_up_proj`, whose name then contains `.base_layer`.
+    `kinds` are the kinds of layers that have adapters. Only the name of the experts' layers depends on it: PEFT wraps
+    the experts' module once for `gate_up_proj` and once for `down_proj`, if they have adapters. If both have, the
+    wrapper of `down_proj` is the outer one, and the name of `gate_up_proj` contains `.base_layer`.
     """
     shapes = [architecture.shape(letters) for _, letters in row.hf]
     if of_experts(row):

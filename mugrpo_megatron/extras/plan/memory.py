@@ -319,7 +319,8 @@ class Memory:
 
     @property
     def problems(self) -> list[str]:
-        """Sentences on each phase that does not fit; empty if all fit."""
+        """Sentences on each phase that does not fit, and on an engine that has no room for one response; empty if
+        `fits`."""
         sentences = [
             f"the {name} phase needs {value / GIB:.1f} GiB of {self.device / GIB:.1f}"
             for name, value in self.phases.items()

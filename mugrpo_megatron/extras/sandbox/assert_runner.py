@@ -241,7 +241,8 @@ def main(root: str, answered: str, requested: str, verdict: str, entry: str, nam
     if entry and callable(space.get("check")):
         _run(space["check"], space[entry])
     if missing := sorted(ledger.due - ledger.noted):
-        raise AssertionError(f"the assertion in line {missing[0]} of the tests never ran")
+        line = texts[1].splitlines()[missing[0] - 1].strip()
+        raise AssertionError(f"an assertion of the tests never ran: {line}")
     if not ledger.noted:
         raise AssertionError("no assertion ran")
     os.write(int(verdict), b"passed")

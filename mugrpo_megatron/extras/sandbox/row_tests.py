@@ -165,7 +165,10 @@ def _value(text: str) -> Any:
 
 
 def _lines(value: object) -> str:
-    """Text, or a list of lines as text. Raises ValueError for null, which would become the word `None`."""
+    """A test's input or output as text. The elements of a list become lines.
+
+    Raises ValueError for null, alone or in a list, which would become the word `None`.
+    """
     if value is None or (isinstance(value, list) and None in value):
         raise ValueError("a test's input or output is null; write an empty text, or leave the test out")
     if isinstance(value, str):

@@ -173,8 +173,11 @@ def without_name(text: str) -> str:
 
 
 def _is_name(side: str) -> bool:
-    """Whether a side of an equation is a name and nothing else: it has letters, but no digit, no root, no minus sign in
-    front, and no first word such as "about", and it is no constant."""
+    """Whether a side of an equation is a name and nothing else, such as `x_1`, `f(2)` or `total cost`.
+
+    Without subscripts, arguments and exponents of a function's name, it has letters, but no digit, no root, no minus
+    sign in front, and no first word such as "about", and it is no constant.
+    """
     bare = _NAME_DETAIL.sub("", side)
     return bool(re.search("[A-Za-z]", bare)) and not _NOT_A_NAME.search(bare) and bare.strip() not in _CONSTANTS
 

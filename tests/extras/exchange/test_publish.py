@@ -202,9 +202,17 @@ def test_places_of_the_machine_are_cut_from_the_recipe(given: str, left: str) ->
     assert found.data.train == left
     assert hidden == ["model.path", *(["data.train"] if given != left else [])]
     assert "hushed" not in found.model_dump_json()
-    assert without_local_paths(load_recipe(None, ["model.path=Qwen/Qwen2.5-0.5B"]))[0].model.path == Path(
-        "Qwen/Qwen2.5-0.5B"
-    )
+    taught = load_recipe(None, ["objective.teacher=other", "auxiliary.other.model=/home/me/models/other"])
+    published, hidden = without_local_paths(taught)
+    assert published.auxiliary.by_name["other"].model == Path("other")
+    assert "auxiliary.other" in hidden
+    taught = load_recipe(None, ["objective.teacher=other", "auxiliary.other.model=Qwen/Qwen3-8B"])
+    published, hidden = without_local_paths(taught)
+    assert published.auxiliary.by_name["other"].model == Path("Qwen/Qwen3-8B")
+    assert "auxiliary.other" not in hidden
+    published, hidden = without_local_paths(load_recipe(None, ["model.path=Qwen/Qwen2.5-0.5B"]))
+    assert hidden == []
+    assert published.model.path == Path("Qwen/Qwen2.5-0.5B")
 
 
 def test_a_model_from_the_hub_s_cache_is_named_with_its_revision() -> None:
