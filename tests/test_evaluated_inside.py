@@ -105,7 +105,7 @@ def test_a_run_killed_while_it_is_evaluated(times: int, finished_run: Path, tmp_
 
 
 def test_a_run_asked_to_stop_while_it_is_evaluated(finished_run: Path, tmp_path: Path) -> None:
-    many = {**SAMPLED, "samples": 64, "sets": {}}
+    many = {**SAMPLED, "samples": 64, "temperature": 1.0, "sets": {}}
     path, run_dir = on_the_same_responses(tmp_path, finished_run, eval=many)
     with while_it_is_evaluated(path, run_dir, 2) as command:
         psutil.Process(command.pid).send_signal(signal.SIGTERM)
@@ -118,7 +118,7 @@ def test_a_run_asked_to_stop_while_it_is_evaluated(finished_run: Path, tmp_path:
 
 
 def test_an_engine_killed_while_it_is_evaluated(finished_run: Path, tmp_path: Path) -> None:
-    many = {**SAMPLED, "samples": 64, "sets": {}}
+    many = {**SAMPLED, "samples": 64, "temperature": 1.0, "sets": {}}
     path, run_dir = on_the_same_responses(tmp_path, finished_run, eval=many)
     with while_it_is_evaluated(path, run_dir, 2) as command:
         [engine] = command.hosts

@@ -22,7 +22,7 @@ from run_scripts.dev.part_eight.cells import Cell, Grid, best_way, load_grid, se
 from run_scripts.dev.part_eight.explored import below_mean
 from run_scripts.dev.part_eight.rows import add_rows, mean_of_last_quarter, read_rows
 from run_scripts.dev.part_eight.run import BASE
-from run_scripts.dev.study import with_cells
+from run_scripts.dev.study import interval, with_cells
 from tests.algorithm.batches import Batch, batches, random_batch
 from tests.checkout import ROOT
 
@@ -238,6 +238,19 @@ def test_the_results_on_the_page_are_of_its_cells() -> None:
     assert with_cells(page, results.text(results.read_results(), results.read_results(results.EXPLORED))) == page, (
         results.__doc__
     )
+
+
+def test_the_equal_time_page_has_todays_figures() -> None:
+    page = " ".join(Path(ROOT, "docs/study/equal-time.md").read_text(encoding="utf-8").split())
+    ran = results.read_results()
+    timed = ran.gaps("prefix_64", "grpo_4", GRID.ways["prefix_64"].k)
+    for figure in (
+        f"ended {interval(ran.gaps('grpo_4', 'veto_4'), '')} points below GRPO's clip",
+        f"and prefix weights {interval(ran.gaps('grpo_4', 'prefix_4'), '')} points below it",
+        f"lost another {interval(ran.gaps('prefix_4', 'prefix_64'), '')} points",
+        f"ended {interval(timed, '')} points above GRPO at equal time",
+    ):
+        assert figure in page
 
 
 def made_up(ran: Sequence[int], cost: float, age: float) -> results.Results:
