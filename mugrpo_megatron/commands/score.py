@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mugrpo_megatron.data.files import found_in, rows
+from mugrpo_megatron.data.problems import first_malformed
 from mugrpo_megatron.data.prompts import prompt_text, template_of
 from mugrpo_megatron.data.reading import any_answer, data_source_of, kept_row, prompt_in_row, verifiable_answer
 from mugrpo_megatron.errors import UserError
@@ -102,7 +103,7 @@ def run(
     source = _well_formed(input_path, section, strict, malformed)
     first = next(source, None)
     if first is None:
-        why = f"; {len(malformed):,} rows are malformed, the first: {malformed[0]}" if malformed else ""
+        why = first_malformed(malformed)
         raise UserError(f"{input_path} holds no row to score{why}; add rows with the fields 'response' and 'answer'")
     # Failures do not stop the scoring: a row on which the function fails is written too.
     patient = section.model_copy(update={"max_failure_share": 1.0})

@@ -22,7 +22,7 @@ from mugrpo_megatron.data.files import (
     question_column,
     rows,
 )
-from mugrpo_megatron.data.problems import named_sources, refuse_malformed, resolve, with_system
+from mugrpo_megatron.data.problems import first_malformed, named_sources, refuse_malformed, resolve, with_system
 from mugrpo_megatron.data.prompts import messages_to_render, render, render_reply, rendered, template_of
 from mugrpo_megatron.data.reading import kind_of, problem_of
 from mugrpo_megatron.data.tokenizer import prompt_end, without_repetition
@@ -100,7 +100,7 @@ def demonstrations(source: str, section: DataSection) -> list[Demonstration]:
     if section.strict:
         refuse_malformed(malformed)
     if not rows_read:
-        why = f"; {len(malformed):,} rows are malformed, the first: {malformed[0]}" if malformed else ""
+        why = first_malformed(malformed)
         raise UserError(f"sft.train = {source} has no usable row{why}; add rows with a prompt and a response")
     if section.system_prompt:
         return [replace(row, problem=with_system(row.problem, section.system_prompt)) for row in rows_read]

@@ -270,6 +270,12 @@ def load(
     return result
 
 
+def first_malformed(rows: Sequence[str]) -> str:
+    """The part of an error about a source without a usable row that names its first malformed row; empty without
+    one. `rows` has a sentence for each malformed row."""
+    return f"; {len(rows):,} rows are malformed, the first: {rows[0]}" if rows else ""
+
+
 def refuse_malformed(rows: Sequence[str]) -> None:
     """Raise UserError if there are malformed rows. `rows` has a sentence for each; the error has the first
     MOST_NAMED_ROWS sentences, and counts the others."""

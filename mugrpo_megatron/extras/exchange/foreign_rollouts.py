@@ -291,10 +291,10 @@ def _response(row: dict[str, Any]) -> str:
                 "assistant can be read; give response_ids and a loss_mask instead, or leave the row out"
             )
         return str(turns[0]["content"] or "")
-    if response is not None and not isinstance(response, str):
-        raise ValueError(f"the response is {short_repr(response)}, neither text nor a list of one message; write it so")
     if response is None:
         raise ValueError(f"needs a column response_ids or one of {', '.join(RESPONSES)} {found_in(row)}")
+    if not isinstance(response, str):
+        raise ValueError(f"the response is {short_repr(response)}, neither text nor a list of one message; write it so")
     return response
 
 

@@ -180,9 +180,10 @@ def write_prompts(job: Job) -> None:
     for path in sorted((job.folder / "run" / "stages" / "00000").glob("*.parquet")):
         table = pq.read_table(path, columns=["group", "prompt_ids"]).to_pylist()
         prompts |= {row["group"]: row["prompt_ids"] for row in table}
-    texts = [tokenizer.decode(prompts[group]) for group in sorted(prompts)]
+    ids = [prompts[group] for group in sorted(prompts)]
+    texts = [tokenizer.decode(prompt) for prompt in ids]
     again = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    if again != [prompts[group] for group in sorted(prompts)]:
+    if again != ids:
         raise SystemExit("the prompts as texts have other tokens")
     (job.folder / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     lengths = sorted(map(len, again))

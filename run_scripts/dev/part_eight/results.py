@@ -41,15 +41,11 @@ class Results:
 
     def tests(self, way: str) -> CurvesOfSeeds:
         """Curves of the way's test cells at its rate; none before the rate is known."""
-        rate = tuned_rate(self.grid, self.ends, way)[1]
-        found = self.curves.get((way, rate), {}) if rate is not None else {}
-        return {key: curve for key, curve in found.items() if key[0] in self.grid.test_seeds}
+        return {key: curve for key, curve in self._at_rate(way).items() if key[0] in self.grid.test_seeds}
 
     def tuning(self, way: str) -> Mapping[int, Mapping[int, float]]:
         """Seed -> curve of the way's tuning cells at its rate; none before the rate is known."""
-        rate = tuned_rate(self.grid, self.ends, way)[1]
-        found = self.curves.get((way, rate), {}) if rate is not None else {}
-        return {seed: curve for (seed, _), curve in found.items() if seed in self.grid.tuning_seeds}
+        return {seed: curve for (seed, _), curve in self._at_rate(way).items() if seed in self.grid.tuning_seeds}
 
     def merit(self, way: str) -> float | None:
         """The way's mean figure of merit over the tuning seeds, in points: A(U) minus A(U / k) of part seven's GRPO.
@@ -57,21 +53,23 @@ class Results:
         None until every tuning seed has run at the way's rate.
         """
         own, grpo = self.tuning(way), self.tuning(GRPO)
-        updates, seeds = self.grid.updates, self.grid.tuning_seeds
-        if len(own) < len(seeds):
+        if len(own) < len(self.grid.tuning_seeds):
             return None
-        fits = updates / self.grid.ways[way].k
-        return fmean(
-            100 * (mean_of_last_quarter(own[seed], updates) - mean_of_last_quarter(grpo[seed], fits)) for seed in seeds
-        )
+        return fmean(self._points(own[seed], grpo[seed], self.grid.ways[way].k) for seed in own)
 
     def gaps(self, way: str, other: str, speed_up: float = 1.0) -> list[float]:
         """A(U) of the way minus A(U / speed_up) of the other one in points, one for each warm start that both ran."""
-        own, others, updates = self.tests(way), self.tests(other), self.grid.updates
-        return [
-            100 * (mean_of_last_quarter(own[key], updates) - mean_of_last_quarter(others[key], updates / speed_up))
-            for key in sorted(own.keys() & others.keys())
-        ]
+        own, others = self.tests(way), self.tests(other)
+        return [self._points(own[key], others[key], speed_up) for key in sorted(own.keys() & others.keys())]
+
+    def _at_rate(self, way: str) -> CurvesOfSeeds:
+        """Curves of the way at its rate; none before the rate is known."""
+        rate = tuned_rate(self.grid, self.ends, way)[1]
+        return {} if rate is None else self.curves.get((way, rate), {})
+
+    def _points(self, own: Mapping[int, float], other: Mapping[int, float], speed_up: float) -> float:
+        updates = self.grid.updates
+        return 100 * (mean_of_last_quarter(own, updates) - mean_of_last_quarter(other, updates / speed_up))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +97,7 @@ def read_results(directory: Path = LARGE) -> Results:
     grid = load_grid(directory / "grid.toml")
     for row in read_rows(SEVEN / CURVES):
         for way, name in OF_SEVEN.items():
-            if row["method"] == name and int(row["seed"]) in grid.tuning_seeds:
+            if way in grid.ways and row["method"] == name and int(row["seed"]) in grid.tuning_seeds:
                 curve = curves[way, float(row["rate"])][int(row["seed"]), "part seven"]
                 curve[int(row["update"])] = float(row["accuracy"])
     return Results(grid, {cell_of(row): float(row["end"]) for row in cells}, curves)
