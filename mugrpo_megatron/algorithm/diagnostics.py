@@ -35,7 +35,8 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     (
         "clipped_fraction",
         "fraction",
-        "share of response tokens whose gradient the clip removes: the paper's token clipping rate",
+        "share of response tokens whose gradient the clip removes, or with `cispo` and `topr` whose weight it bounds: "
+        "the paper's token clipping rate",
     ),
     (
         "vetoed_fraction",
@@ -64,8 +65,7 @@ METRICS: tuple[tuple[str, str, str], ...] = (
         "kl_ref",
         "nats",
         "mean of exp(-d) - 1 + d with d = log pi - log ref; it estimates KL(pi | ref) per token while the responses "
-        "are "
-        "fresh, and is far above it when they are stale",
+        "are fresh, and is far above it when they are stale",
     ),
     (
         "kl_ref_k1",

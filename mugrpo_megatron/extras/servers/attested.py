@@ -129,11 +129,11 @@ class Patience:
     seconds: float
     since: float = field(default_factory=time.monotonic)
     sentences: dict[str, str] = field(default_factory=dict)
-    """URL -> the trouble of that server since the last answer of any server."""
+    """URL -> the trouble of that server since its last answer, or why it was refused."""
 
-    def answered(self) -> None:
+    def answered(self, server: Server) -> None:
         self.since = time.monotonic()
-        self.sentences.clear()
+        self.sentences.pop(server.url, None)
 
     def check(self, servers: Sequence[Server], refused: Collection[Server]) -> None:
         """Raise UserError once every server is refused, or if each is refused or in trouble and none has answered for
@@ -188,7 +188,7 @@ def attested_groups(
                     pool.accept(server)
                     pool.put([group.prompt])
                 case Answered(server, epoch, group):
-                    patience.answered()
+                    patience.answered(server)
                     held.setdefault((server, epoch), HeldGroups()).groups.append(group)
         for (server, epoch), batch in list(held.items()):
             if attestor and not attestor.due(server, epoch, batch):

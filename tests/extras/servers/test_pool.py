@@ -251,6 +251,23 @@ def test_a_server_that_lies_is_refused_and_the_others_go_on(lie: str) -> None:
     assert len(said) <= 1, "it is asked no more"
 
 
+def test_the_last_error_says_why_each_server_was_refused() -> None:
+    one_is_refused, turns = threading.Event(), itertools.count()
+
+    def lies_after_three_answers(handler: Handler) -> bool:
+        one_is_refused.wait(60)
+        return next(turns) >= 3 and sends(200, b"<html>")(handler)
+
+    def ask(urls: list[str]) -> None:
+        with Pool(lambda: urls, request(concurrency=1)) as pool:
+            patience = Patience(60.0)
+            list(attested_groups(pool, prompts(12), None, patience, lambda: False, lambda line: one_is_refused.set()))
+
+    with serving(Fake(mend=lambda body: body | {"model": "gpt"})) as one, serving(Fake()) as other:
+        other.instead = lies_after_three_answers
+        refuses(r"no server can be used: .*another model.*; .*not JSON", ask, [one.url, other.url])
+
+
 def test_a_reply_that_drips_ends_with_the_timeout() -> None:
     ended = threading.Event()
 
