@@ -27,6 +27,8 @@ KINDS: tuple[Callable[[int], str], ...] = (
     lambda i: f"\\sin(\\cos(\\tan(\\exp(\\exp(\\exp({i + 9}))))))",
     lambda i: f"\\exp(\\exp(\\exp({i + 9})))",
     lambda i: f"10^{{{99_990 + i}}}",
+    lambda i: f"{i}=17{i}E572252225}}",
+    lambda i: f"{i + 2}.5e-{572_252_225 + i}",
     lambda i: "9" * (300 + i),
     lambda i: "\\begin{pmatrix}" + "\\\\".join("&".join(["1"] * 40) for _ in range(40)) + str(i) + "\\end{pmatrix}",
     lambda i: "\\left(x+1\\right)^{" + str(5000 + i) + "}",

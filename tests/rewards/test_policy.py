@@ -73,6 +73,13 @@ def test_another_value_is_never_accepted(one: int, power: int, other: int, shift
     )
 
 
+@given(DIGITS, st.sampled_from(["E", "e", " E+", "e-"]), st.integers(10**8, 10**12), st.sampled_from(["365", "x+1"]))
+def test_a_huge_exponent_is_refused_before_it_is_computed(mantissa: int, e: str, power: int, gold: str) -> None:
+    """math-verify would compute all digits; a run met `75+97=172E572252225}`."""
+    for answer in (f"{mantissa}{e}{power}", f"75+97={mantissa}.5{e}{power}}}"):
+        assert compare_answer(answer, gold) == (0.0, "too large: a number that no answer needs")
+
+
 @given(st.integers(1, 10**4), st.integers(1, 999))
 def test_a_changed_decimal_is_never_accepted(whole: int, thousandths: int) -> None:
     gold = f"{whole}.{thousandths:03d}"

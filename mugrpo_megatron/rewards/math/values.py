@@ -211,6 +211,7 @@ _FRACTIONS = re.compile(r"/|\\frac")
 _FUNCTION = r"\\(?:exp|log|ln|sin|cos|tan|cot|sec|csc)(?![A-Za-z])[^\\]{0,4}"
 _TOO_LARGE = re.compile(
     r"\^\s*\{?\s*\(?[+-]?[0-9]{5,}"  # an exponent of five digits or more
+    r"|[0-9.]\s*[Ee]\s*[+-]?\s*[0-9]{5,}"  # the same behind E: math-verify 0.9 computes all digits of 2E100000
     r"|\^\s*\{[^{}]*\^\s*\{[^{}]*\^|\^\s*[^{}\s]\s*\^"  # a tower of powers
     r"|[0-9)}]\s*\^\s*\{?\s*[0-9]+\s*\}?\s*\^"  # a tower of numbers, as 2^10^3
     r"|\)\s*!|!\s*\)?\s*!|[0-9]{4,}\s*\)?\s*!|\\binom\s*\{\s*[0-9]{4,}"  # factorials of (...), n! or large numbers
