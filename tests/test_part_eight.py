@@ -66,7 +66,7 @@ def test_the_order_is_the_plans() -> None:
     assert cells[0].way == "veto_4"
     assert [cell.way for cell in tests[:4]] == ["grpo_4", "veto_4", "prefix_4", "prefix_64"]
     assert len({cell.seed for cell in tests[:4]}) == 1
-    assert len(cells) == len(set(cells)) == 176  # what the page says
+    assert len(cells) == len(set(cells)) == 182  # what the page says
     decoupled = {cell.way for cell in tests if cell.way.startswith("decoupled")}
     assert decoupled == {"decoupled_16", "decoupled_64"}  # the first in a tie, and the same form at µ=64
 
@@ -298,7 +298,7 @@ def with_tuning_curves(ran: results.Results, best: str) -> results.Results:
         rate = tuned_rate(GRID, ran.ends, name)[1]
         assert rate is not None
         height = 0.6 if name == "grpo_4" else 0.62 if name == best else 0.59
-        own = {(seed, "part seven"): dict.fromkeys(range(0, 257, 32), height) for seed in GRID.tuning_seeds}
+        own = {(seed, "warm"): dict.fromkeys(range(0, 257, 32), height) for seed in GRID.tuning_seeds}
         curves[name, rate] = {**curves.get((name, rate), {}), **own}
     return replace(ran, curves=curves)
 
@@ -329,9 +329,13 @@ def test_a_way_that_is_not_tuned_is_waited_for() -> None:
     assert results.chosen(replace(tuned, curves={**tuned.curves, ("prefix_64", rate): lacking})) is None
 
 
-def test_part_sevens_curves_stand_for_the_rates_that_it_found() -> None:
-    ran = results.read_results()
-    assert {"grpo_4", "veto_64", "prefix_64"} == {name for name in results.OF_SEVEN if len(ran.tuning(name)) == 2}
+def test_only_runs_from_one_warm_start_choose() -> None:
+    tuned = with_tuning_curves(made_up(GRID.test_seeds, 0.02, 0.0), "veto_16")
+    rate = tuned_rate(GRID, tuned.ends, "prefix_64")[1]
+    assert rate is not None
+    own = {(seed, "another"): curve for (seed, _), curve in tuned.curves["prefix_64", rate].items()}
+    elsewhere = replace(tuned, curves={**tuned.curves, ("prefix_64", rate): own})
+    assert elsewhere.merit("prefix_64") is results.chosen(elsewhere) is None
 
 
 def test_no_claim_is_tested_before_its_last_seed() -> None:

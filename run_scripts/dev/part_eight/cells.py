@@ -36,8 +36,8 @@ class Way:
 class Step:
     """A step of the plan: its ways run before those of the next step.
 
-    `tune` finds the rate of each way on the tuning seeds; `test` runs each way at its rate on the test seeds; `best`
-    runs the way with the highest tuned mean on the test seeds.
+    `tune` runs each way on the tuning seeds, and finds its rate there unless one stands; `test` runs each way at its
+    rate on the test seeds; `best` runs the way with the highest tuned mean on the test seeds.
     """
 
     kind: str
@@ -139,10 +139,10 @@ def tuned_rate(grid: Grid, ends: Ends, name: str) -> tuple[list[Cell], float | N
     """The tuning cells of a way, and its rate; None as the rate until all these cells have run.
 
     The rate is the one with the highest mean end, in a tie the lower one. As long as it is the lowest or the highest
-    that was tried, the next one of the ladder is tried too.
+    that was tried, the next one of the ladder is tried too. A rate that stands has one cell for each tuning seed.
     """
-    if grid.ways[name].rate is not None:
-        return [], grid.ways[name].rate
+    if (rate := grid.ways[name].rate) is not None:
+        return [Cell(name, rate, seed) for seed in grid.tuning_seeds], rate
     tried = set(grid.start)
     while True:
         cells = [Cell(name, rate, seed) for rate in sorted(tried) for seed in grid.tuning_seeds]

@@ -16,11 +16,9 @@ from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, best_way, load_gr
 from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, mean_of_last_quarter, read_rows
 from run_scripts.dev.study import FEWEST, STUDY, holm, interval, sign_flip, with_cells
 
-PAGE, SEVEN = STUDY / "part-eight.md", STUDY / "seven_large"
+PAGE = STUDY / "part-eight.md"
 LARGE, EXPLORED = STUDY / "eight_large", STUDY / "eight_explored"
 GRPO = "grpo_4"
-OF_SEVEN = {GRPO: "grpo", "veto_64": "four_veto", "prefix_64": "four_product"}
-"""The ways whose rate part seven found, and their names in its csv files."""
 MAY_BE_CHOSEN = ("grpo_16", "veto_16", "prefix_16", "grpo_64", "veto_64", "prefix_64")
 """The ways among which tuning chooses for claim 14; the best of `FORMS` at each µ comes to them."""
 FORMS = ("decoupled", "decoupled_prefix", "decoupled_truncated")
@@ -41,35 +39,33 @@ class Results:
 
     def tests(self, way: str) -> CurvesOfSeeds:
         """Curves of the way's test cells at its rate; none before the rate is known."""
-        return {key: curve for key, curve in self._at_rate(way).items() if key[0] in self.grid.test_seeds}
-
-    def tuning(self, way: str) -> Mapping[int, Mapping[int, float]]:
-        """Seed -> curve of the way's tuning cells at its rate; none before the rate is known."""
-        return {seed: curve for (seed, _), curve in self._at_rate(way).items() if seed in self.grid.tuning_seeds}
+        return self._at_rate(way, self.grid.test_seeds)
 
     def merit(self, way: str) -> float | None:
-        """The way's mean figure of merit over the tuning seeds, in points: A(U) minus A(U / k) of part seven's GRPO.
+        """The way's mean figure of merit over the tuning seeds, in points: A(U) minus A(U / k) of GRPO.
 
-        None until every tuning seed has run at the way's rate.
+        None until both have run on every tuning seed, at their rates.
         """
-        own, grpo = self.tuning(way), self.tuning(GRPO)
-        if len(own) < len(self.grid.tuning_seeds):
+        own, grpo = self._at_rate(way, self.grid.tuning_seeds), self._at_rate(GRPO, self.grid.tuning_seeds)
+        if {seed for seed, _ in own.keys() & grpo.keys()} != set(self.grid.tuning_seeds):
             return None
-        return fmean(self._points(own[seed], grpo[seed], self.grid.ways[way].k) for seed in own)
+        return fmean(self._points(own, grpo, self.grid.ways[way].k))
 
     def gaps(self, way: str, other: str, speed_up: float = 1.0) -> list[float]:
         """A(U) of the way minus A(U / speed_up) of the other one in points, one for each warm start that both ran."""
-        own, others = self.tests(way), self.tests(other)
-        return [self._points(own[key], others[key], speed_up) for key in sorted(own.keys() & others.keys())]
+        return self._points(self.tests(way), self.tests(other), speed_up)
 
-    def _at_rate(self, way: str) -> CurvesOfSeeds:
-        """Curves of the way at its rate; none before the rate is known."""
+    def _at_rate(self, way: str, seeds: Sequence[int]) -> CurvesOfSeeds:
         rate = tuned_rate(self.grid, self.ends, way)[1]
-        return {} if rate is None else self.curves.get((way, rate), {})
+        curves = {} if rate is None else self.curves.get((way, rate), {})
+        return {key: curve for key, curve in curves.items() if key[0] in seeds}
 
-    def _points(self, own: Mapping[int, float], other: Mapping[int, float], speed_up: float) -> float:
-        updates = self.grid.updates
-        return 100 * (mean_of_last_quarter(own, updates) - mean_of_last_quarter(other, updates / speed_up))
+    def _points(self, own: CurvesOfSeeds, others: CurvesOfSeeds, speed_up: float) -> list[float]:
+        last, earlier = self.grid.updates, self.grid.updates / speed_up
+        return [
+            100 * (mean_of_last_quarter(own[key], last) - mean_of_last_quarter(others[key], earlier))
+            for key in sorted(own.keys() & others.keys())
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +78,7 @@ class Claim:
 
 
 def read_results(directory: Path = LARGE) -> Results:
-    """The results of a grid, at large headroom by default.
-
-    A curve counts when its cell stands in cells.csv. Part seven's tuning curves count for the ways of `OF_SEVEN`.
-    """
+    """The results of a grid, at large headroom by default. A curve counts when its cell stands in cells.csv."""
     cells = read_rows(directory / CELLS)
     curves: dict[tuple[str, float], dict[tuple[int, str], dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     finished = {(cell_of(row), row["warm_start"]) for row in cells}
@@ -94,13 +87,8 @@ def read_results(directory: Path = LARGE) -> Results:
         if (cell, row["warm_start"]) in finished:
             curve = curves[cell.way, cell.rate][cell.seed, row["warm_start"]]
             curve[int(row["update"])] = float(row["accuracy"])
-    grid = load_grid(directory / "grid.toml")
-    for row in read_rows(SEVEN / CURVES):
-        for way, name in OF_SEVEN.items():
-            if way in grid.ways and row["method"] == name and int(row["seed"]) in grid.tuning_seeds:
-                curve = curves[way, float(row["rate"])][int(row["seed"]), "part seven"]
-                curve[int(row["update"])] = float(row["accuracy"])
-    return Results(grid, {cell_of(row): float(row["end"]) for row in cells}, curves)
+    ends = {cell_of(row): float(row["end"]) for row in cells}
+    return Results(load_grid(directory / "grid.toml"), ends, curves)
 
 
 def rates_table(results: Results) -> str:
