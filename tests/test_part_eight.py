@@ -311,6 +311,9 @@ def test_claim_14_takes_the_way_that_tuning_chose(best: str) -> None:
     tuned = with_tuning_curves(ran, best)
     assert tuned.merit(best) == pytest.approx(2.0)
     assert results.chosen(tuned) == best
+    first = results.choice_table(tuned).split("\n")[2]
+    assert first == f"| {GRID.ways[best].title} | {GRID.ways[best].k:.3f} | **+2.0** |"
+    assert results.choice_table(ran) == ""
     rate = tuned_rate(GRID, tuned.ends, best)[1]
     assert rate is not None
     own = {(seed, "warm"): dict.fromkeys(range(0, 257, 32), 0.59 + 0.01 * (seed - 30)) for seed in GRID.test_seeds}
@@ -336,6 +339,7 @@ def test_only_runs_from_one_warm_start_choose() -> None:
     own = {(seed, "another"): curve for (seed, _), curve in tuned.curves["prefix_64", rate].items()}
     elsewhere = replace(tuned, curves={**tuned.curves, ("prefix_64", rate): own})
     assert elsewhere.merit("prefix_64") is results.chosen(elsewhere) is None
+    assert "**" not in results.choice_table(elsewhere)
 
 
 def test_no_claim_is_tested_before_its_last_seed() -> None:

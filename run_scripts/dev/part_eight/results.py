@@ -131,15 +131,35 @@ def tests_table(results: Results) -> str:
     return "\n".join(lines)
 
 
+def merits(results: Results) -> Mapping[str, float | None]:
+    """The ways that claim 14 may take, and their mean figures of merit on the tuning seeds; none until the form of
+    method (d) that goes on is known."""
+    form = best_way(results.grid, results.ends, [f"{name}_16" for name in FORMS])
+    if form is None:
+        return {}
+    return {name: results.merit(name) for name in (*MAY_BE_CHOSEN, form, form.replace("_16", "_64"))}
+
+
 def chosen(results: Results) -> str | None:
     """The way of claim 14: the one with the highest mean figure of merit on the tuning seeds; None until every way that
     may be chosen has been tuned."""
-    form = best_way(results.grid, results.ends, [f"{name}_16" for name in FORMS])
-    if form is None:
-        return None
-    merits = {name: results.merit(name) for name in (*MAY_BE_CHOSEN, form, form.replace("_16", "_64"))}
-    known = {name: merit for name, merit in merits.items() if merit is not None}
-    return max(known, key=lambda name: known[name]) if len(known) == len(merits) else None
+    found = merits(results)
+    known = {name: merit for name, merit in found.items() if merit is not None}
+    return max(known, key=lambda name: known[name]) if found and len(known) == len(found) else None
+
+
+def choice_table(results: Results) -> str:
+    """The figures of merit that are known, the highest first; the chosen way's is bold. Empty before the first."""
+    known = {name: merit for name, merit in merits(results).items() if merit is not None}
+    if not known:
+        return ""
+    lines = ["| Way | k | Points above GRPO at equal time |", "| --- | --: | --: |"]
+    best = chosen(results)
+    for name in sorted(known, key=lambda name: -known[name]):
+        points = f"{known[name]:+.1f}"
+        way = results.grid.ways[name]
+        lines.append(f"| {way.title} | {way.k:.3f} | {f'**{points}**' if name == best else points} |")
+    return "\n".join(lines)
 
 
 def claims(results: Results) -> Iterator[Claim]:
@@ -188,6 +208,12 @@ def text(results: Results, explored: Results) -> str:
         "Mean A(256) of the\ntuning seeds 100 and 101 on the validation split, in percent; a way's rate is bold:",
         rates_table(results),
     ]
+    if table := choice_table(results):
+        parts += [
+            "The choice for claim 14: mean figures of merit on the tuning seeds. The highest wins; it is bold once\n"
+            "all are known:",
+            table,
+        ]
     if lines := claim_lines(results):
         parts += [
             "Test cells, with 95 % intervals by seed (Student's t):",
