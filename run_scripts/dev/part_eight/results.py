@@ -41,6 +41,13 @@ class Results:
         """Curves of the way's test cells at its rate; none before the rate is known."""
         return self._at_rate(way, self.grid.test_seeds)
 
+    def tuned_mean(self, way: str) -> float:
+        """The mean of A(U) over the tuning seeds that have run at the way's rate, as a share."""
+        return fmean(
+            mean_of_last_quarter(curve, self.grid.updates)
+            for curve in self._at_rate(way, self.grid.tuning_seeds).values()
+        )
+
     def merit(self, way: str) -> float | None:
         """The way's mean figure of merit over the tuning seeds, in points: A(U) minus A(U / k) of GRPO.
 
