@@ -249,8 +249,15 @@ def test_the_equal_time_page_has_todays_figures() -> None:
         f"and prefix weights {interval(ran.gaps('grpo_4', 'prefix_4'), '')} points below it",
         f"lost another {interval(ran.gaps('prefix_4', 'prefix_64'), '')} points",
         f"ended {interval(timed, '')} points above GRPO at equal time",
+        f"GRPO's clip ended at {100 * ran.tuned_mean('grpo_16'):.1f} %",
+        f"the relaxed clip with the veto at {100 * ran.tuned_mean('veto_16'):.1f} %",
+        f"a narrow clip that follows the policy at {100 * ran.tuned_mean('decoupled_16'):.1f} %",
+        f"and prefix weights at {100 * ran.tuned_mean('prefix_16'):.1f} %",
+        f"GRPO at µ=4 ended at {100 * ran.tuned_mean('grpo_4'):.1f} %",
     ):
         assert figure in page
+    lost = 100 * (ran.tuned_mean("grpo_4") - ran.tuned_mean("grpo_16"))
+    assert f"it ended {lost:.1f} points below GRPO" in Path(ROOT, "docs/when.md").read_text(encoding="utf-8")
 
 
 def made_up(ran: Sequence[int], cost: float, age: float) -> results.Results:
