@@ -135,6 +135,11 @@ def settings(grid: Grid, cell: Cell, task: str = "chain") -> dict[str, Any]:
     }
 
 
+def tuning_mean(grid: Grid, ends: Ends, name: str, rate: float) -> float:
+    """The mean end of a way over the tuning seeds, which have all run at the rate."""
+    return fmean(ends[Cell(name, rate, seed)] for seed in grid.tuning_seeds)
+
+
 def tuned_rate(grid: Grid, ends: Ends, name: str) -> tuple[list[Cell], float | None]:
     """The tuning cells of a way, and its rate; None as the rate until all these cells have run.
 
@@ -148,7 +153,7 @@ def tuned_rate(grid: Grid, ends: Ends, name: str) -> tuple[list[Cell], float | N
         cells = [Cell(name, rate, seed) for rate in sorted(tried) for seed in grid.tuning_seeds]
         if not all(cell in ends for cell in cells):
             return cells, None
-        means = {rate: fmean(ends[Cell(name, rate, seed)] for seed in grid.tuning_seeds) for rate in tried}
+        means = {rate: tuning_mean(grid, ends, name, rate) for rate in tried}
         best = min(means, key=lambda rate: (-means[rate], rate))
         place = grid.ladder.index(best)
         near = set(grid.ladder[max(0, place - 1) : place + 2])
@@ -164,7 +169,7 @@ def best_way(grid: Grid, ends: Ends, names: Sequence[str]) -> str | None:
         rate = tuned_rate(grid, ends, name)[1]
         if rate is None:
             return None
-        means[name] = fmean(ends[Cell(name, rate, seed)] for seed in grid.tuning_seeds)
+        means[name] = tuning_mean(grid, ends, name, rate)
     return max(names, key=lambda name: means[name])
 
 

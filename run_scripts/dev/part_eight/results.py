@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, best_way, load_grid, tuned_rate
+from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, best_way, load_grid, tuned_rate, tuning_mean
 from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, mean_of_last_quarter, read_rows
 from run_scripts.dev.study import FEWEST, STUDY, holm, interval, sign_flip, with_cells
 
@@ -40,13 +40,6 @@ class Results:
     def tests(self, way: str) -> CurvesOfSeeds:
         """Curves of the way's test cells at its rate; none before the rate is known."""
         return self._at_rate(way, self.grid.test_seeds)
-
-    def tuned_mean(self, way: str) -> float:
-        """The mean of A(U) over the tuning seeds that have run at the way's rate, as a share."""
-        return fmean(
-            mean_of_last_quarter(curve, self.grid.updates)
-            for curve in self._at_rate(way, self.grid.tuning_seeds).values()
-        )
 
     def merit(self, way: str) -> float | None:
         """The way's mean figure of merit over the tuning seeds, in points: A(U) minus A(U / k) of GRPO.
@@ -101,11 +94,11 @@ def read_results(directory: Path = LARGE) -> Results:
 def rates_table(results: Results) -> str:
     """Mean ends of the tuning seeds, way by way and rate by rate; the rate that a way keeps is bold."""
     grid, ends = results.grid, results.ends
-    means: dict[tuple[str, float], float] = {}
-    for name, rate in product(grid.ways, grid.ladder):
-        cells = [Cell(name, rate, seed) for seed in grid.tuning_seeds]
-        if all(cell in ends for cell in cells):
-            means[name, rate] = fmean(ends[cell] for cell in cells)
+    means = {
+        (name, rate): tuning_mean(grid, ends, name, rate)
+        for name, rate in product(grid.ways, grid.ladder)
+        if all(Cell(name, rate, seed) in ends for seed in grid.tuning_seeds)
+    }
     rates = sorted({rate for _, rate in means})
     lines = [
         "| Way | " + " | ".join(f"{1e5 * rate:g}·10⁻⁵" for rate in rates) + " |",
@@ -138,26 +131,27 @@ def tests_table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def merits(results: Results) -> Mapping[str, float | None]:
-    """The ways that claim 14 may take, and their mean figures of merit on the tuning seeds; none until the form of
-    method (d) that goes on is known."""
+def merits(results: Results) -> Mapping[str, float]:
+    """The ways that claim 14 may take and that are tuned, and their mean figures of merit on the tuning seeds; none
+    until the form of method (d) that goes on is known."""
     form = best_way(results.grid, results.ends, [f"{name}_16" for name in FORMS])
     if form is None:
         return {}
-    return {name: results.merit(name) for name in (*MAY_BE_CHOSEN, form, form.replace("_16", "_64"))}
+    names = (*MAY_BE_CHOSEN, form, form.replace("_16", "_64"))
+    return {name: merit for name in names if (merit := results.merit(name)) is not None}
 
 
 def chosen(results: Results) -> str | None:
     """The way of claim 14: the one with the highest mean figure of merit on the tuning seeds; None until every way that
     may be chosen has been tuned."""
-    found = merits(results)
-    known = {name: merit for name, merit in found.items() if merit is not None}
-    return max(known, key=lambda name: known[name]) if found and len(known) == len(found) else None
+    known = merits(results)
+    every = len(MAY_BE_CHOSEN) + 2  # with the form of method (d), at both µ
+    return max(known, key=lambda name: known[name]) if len(known) == every else None
 
 
 def choice_table(results: Results) -> str:
     """The figures of merit that are known, the highest first; the chosen way's is bold. Empty before the first."""
-    known = {name: merit for name, merit in merits(results).items() if merit is not None}
+    known = merits(results)
     if not known:
         return ""
     lines = ["| Way | k | Points above GRPO at equal time |", "| --- | --: | --: |"]

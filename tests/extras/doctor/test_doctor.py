@@ -126,6 +126,6 @@ def test_this_machine_has_what_it_needs(capsys: pytest.CaptureFixture[str], tmp_
     assert doctor(argparse.Namespace(model=tmp_path, fix=False)) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "model: qwen2, 2 layers" in said
-    assert "SGLang's reads them: unsloth_fixed" in said
+    assert "fields that change nothing in transformers or in SGLang: unsloth_fixed" in said
     assert "megatron-core" in said
     assert "code sandbox" in said
