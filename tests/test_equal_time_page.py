@@ -32,14 +32,23 @@ def test_the_cells_table_and_picture(tmp_path: Path) -> None:
 
 def test_no_schedule_is_above_grpo_at_its_planned_speed_up() -> None:
     """The page's first sentence: no interval at a planned speed-up is above 0; four prefix stages are level at 1.53."""
-    for way in equal_time.WAYS:
-        if planned := equal_time.PLANNED.get(way.mu):
-            own, grpo = equal_time.curves_of(*way.cells), equal_time.curves_of(*way.grpo)
-            assert equal_time.mean_interval(equal_time.gaps(own, grpo, planned)).low < 0
-            if way.title == "4 stages, prefix":
-                level = equal_time.mean_interval(equal_time.gaps(own, grpo, 1.53))
+    for one in equal_time.compared():
+        if one.planned:
+            assert equal_time.mean_interval(equal_time.gaps(one.own, one.grpo, one.planned)).low < 0
+            if one.title == "4 stages, prefix":
+                level = equal_time.mean_interval(equal_time.gaps(one.own, one.grpo, 1.53))
                 assert level.low < 0 < level.high
-                assert fmean(equal_time.gaps(own, grpo, planned)) < 0
+                assert fmean(equal_time.gaps(one.own, one.grpo, one.planned)) < 0
+
+
+def test_the_break_evens_that_the_text_repeats() -> None:
+    text = " ".join(PAGE.split())
+    rows = {(row[1], row[2]): row[-1] for row in rows_below(PAGE, "| Setting | Method") if row[0] == equal_time.EIGHT}
+    clip, prefix = rows["GRPO's clip", "16"], rows["prefix weights", "64"]
+    assert f"It was level with GRPO at a speed-up of {clip}." in text
+    assert f"it broke even at k = {clip}, so" in text
+    assert f"prefix weights, broke even at k = {prefix}, and" in text
+    assert f"[{clip.split()[0]} times as fast]" in Path(ROOT, "docs/when.md").read_text(encoding="utf-8")
 
 
 def test_equal_updates_are_a_speed_up_of_one() -> None:

@@ -22,7 +22,7 @@ from run_scripts.dev.part_eight.cells import Cell, Grid, best_way, load_grid, se
 from run_scripts.dev.part_eight.explored import below_mean
 from run_scripts.dev.part_eight.rows import add_rows, mean_of_last_quarter, read_rows
 from run_scripts.dev.part_eight.run import BASE
-from run_scripts.dev.study import interval, with_cells
+from run_scripts.dev.study import holm, interval, sign_flip, with_cells
 from tests.algorithm.batches import Batch, batches, random_batch
 from tests.checkout import ROOT
 
@@ -240,29 +240,43 @@ def test_the_results_on_the_page_are_of_its_cells() -> None:
     )
 
 
-def test_the_equal_time_page_has_todays_figures() -> None:
-    page = " ".join(Path(ROOT, "docs/study/equal-time.md").read_text(encoding="utf-8").split())
-    ran = results.read_results()
-    timed = ran.gaps("prefix_64", "grpo_4", GRID.ways["prefix_64"].k)
+def plain(page: str) -> str:
+    """A page's text with every run of white space as one space."""
+    return " ".join(Path(ROOT, page).read_text(encoding="utf-8").split())
+
+
+def test_the_pages_have_todays_figures() -> None:
+    page, ran = plain("docs/study/equal-time.md"), results.read_results()
+    assert results.chosen(ran) == "grpo_16"
+    k = GRID.ways["grpo_16"].k
+    equal, timed = ran.gaps("grpo_16", "grpo_4"), ran.gaps("grpo_16", "grpo_4", k)
+    corrected = holm([sign_flip(claim.margins) for claim in results.claims(ran)])
+    assert len(corrected) == 3
+    assert len({f"{p:.3f}" for p in corrected}) == 1
     tuned = {}
     for name in ("grpo_4", "grpo_16", "veto_16", "decoupled_16", "prefix_16"):
         rate = tuned_rate(GRID, ran.ends, name)[1]
         assert rate is not None
         tuned[name] = 100 * tuning_mean(GRID, ran.ends, name, rate)
+    above = f"ended {interval(timed, '')} points above GRPO"
+    below = [gap * -1 for gap in equal]
     for figure in (
+        f"{above}, with p = {sign_flip(timed):.3f}, and {corrected[2]:.3f} after Holm's correction",
+        f"ended {interval(below, '')} points below GRPO after equal updates, and {interval(timed, '')} points above it",
         f"ended {interval(ran.gaps('grpo_4', 'veto_4'), '')} points below GRPO's clip",
         f"and prefix weights {interval(ran.gaps('grpo_4', 'prefix_4'), '')} points below it",
         f"lost another {interval(ran.gaps('prefix_4', 'prefix_64'), '')} points",
-        f"ended {interval(timed, '')} points above GRPO at equal time",
+        f"prefix weights at µ=64 lost {interval(ran.gaps('grpo_4', 'prefix_64'), '')} points after equal updates",
+        f"p is {corrected[0]:.3f} for each of the three claims",
         f"GRPO's clip ended at {tuned['grpo_16']:.1f} %",
         f"the relaxed clip with the veto at {tuned['veto_16']:.1f} %",
         f"a narrow clip that follows the policy at {tuned['decoupled_16']:.1f} %",
         f"and prefix weights at {tuned['prefix_16']:.1f} %",
         f"GRPO at µ=4 ended at {tuned['grpo_4']:.1f} %",
     ):
-        assert figure in page
-    lost = f"it ended {tuned['grpo_4'] - tuned['grpo_16']:.1f} points below GRPO"
-    assert lost in Path(ROOT, "docs/when.md").read_text(encoding="utf-8")
+        assert figure in page, figure
+    assert f"{above} after the same hours" in plain("README.md")
+    assert f"it ended {interval(below, '')} points below GRPO after as many updates" in plain("docs/when.md")
 
 
 def made_up(ran: Sequence[int], cost: float, age: float) -> results.Results:

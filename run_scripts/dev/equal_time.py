@@ -46,6 +46,7 @@ class Way:
 
 
 SMALL, LARGE, MAIN = "small headroom", "large headroom", "512 updates, greedy"
+EIGHT = "part eight, large headroom"
 _SMALL, _LARGE, _MAIN = ("seven_small", "grpo", 4e-5), ("seven_large", "grpo", 8e-5), ("", "grpo", 4e-5)
 WAYS = (
     Way(SMALL, "1 stage, veto", 256, ("seven_small", "stage_veto", 2e-5), _SMALL),
@@ -108,65 +109,83 @@ def _first_above(values: Sequence[float]) -> str:
     return "above 6" if found is None else f"{found:.1f}"
 
 
-def table() -> str:
-    """The table of all ways, with their gain over GRPO at equal time in points."""
-    heads = [f"k = {speed_up:g}" for speed_up in SPEED_UPS]
-    lines = [
-        f"| Setting | Method | µ | Seeds | {' | '.join(heads)} | planned k | at planned k | break-even k |",
-        "| --- | --- | --: | --: |" + " --: |" * (len(heads) + 3),
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A method at its rate, beside GRPO on the same warm starts."""
+
+    setting: str
+    title: str
+    mu: int
+    planned: float | None
+    """Its planned speed-up over GRPO; None where none is planned."""
+    own: Curves
+    grpo: Curves
+
+
+def compared() -> list[Compared]:
+    """The study's methods, then those of part eight that have enough test cells, in the order of its grid."""
+    found = [
+        Compared(way.setting, way.title, way.mu, PLANNED.get(way.mu), curves_of(*way.cells), curves_of(*way.grpo))
+        for way in WAYS
     ]
-    for way in WAYS:
-        own, grpo = curves_of(*way.cells), curves_of(*way.grpo)
-        figures = [interval(gaps(own, grpo, speed_up)) for speed_up in SPEED_UPS]
-        mean, low, high = break_even(own, grpo)
-        planned = PLANNED.get(way.mu)
-        there = f"{planned:.2f} | {interval(gaps(own, grpo, planned))}" if planned else "– | –"
-        lines.append(
-            f"| {way.setting} | {way.title} | {way.mu} | {len(own.keys() & grpo.keys())} | {' | '.join(figures)} | "
-            f"{there} | {mean} ({low} to {high}) |"
-        )
-    return "\n".join(lines)
-
-
-def eight() -> Mapping[str, tuple[str, int, Curves, Curves]]:
-    """Way of part eight -> title, µ, its finished test cells at its rate, and GRPO's of the same warm starts."""
     results = read_results()
     curves = {
         name: {start: as_curve(curve) for start, curve in results.tests(name).items()} for name in results.grid.ways
     }
     grpo = curves.pop(GRPO)
-    return {
-        name: (results.grid.ways[name].title, results.grid.ways[name].mu, own, grpo)
-        for name, own in curves.items()
-        if len(own.keys() & grpo.keys()) >= FEWEST
-    }
+    for name, own in curves.items():
+        if len(own.keys() & grpo.keys()) >= FEWEST:
+            way = results.grid.ways[name]
+            title = way.title.removesuffix(f", µ={way.mu}")
+            found.append(Compared(EIGHT, title, way.mu, way.k, own, grpo))
+    return found
+
+
+def table() -> str:
+    """The table of all methods, with their gain over GRPO at equal time in points."""
+    heads = [f"k = {speed_up:g}" for speed_up in SPEED_UPS]
+    lines = [
+        f"| Setting | Method | µ | Seeds | {' | '.join(heads)} | planned k | at planned k | break-even k |",
+        "| --- | --- | --: | --: |" + " --: |" * (len(heads) + 3),
+    ]
+    for one in compared():
+        same_time = one.planned == 1  # GRPO's own schedule
+        figures = [
+            "–" if same_time and speed_up > 1 else interval(gaps(one.own, one.grpo, speed_up)) for speed_up in SPEED_UPS
+        ]
+        even = "–" if same_time else "{} ({} to {})".format(*break_even(one.own, one.grpo))
+        there = f"{one.planned:.2f} | {interval(gaps(one.own, one.grpo, one.planned))}" if one.planned else "– | –"
+        lines.append(
+            f"| {one.setting} | {one.title} | {one.mu} | {len(one.own.keys() & one.grpo.keys())} | "
+            f"{' | '.join(figures)} | {there} | {even} |"
+        )
+    return "\n".join(lines)
 
 
 def draw(path: Path) -> Path:
-    """Draw the gain over GRPO against the speed-up, a panel for each setting; a cross is a way's own planned
-    speed-up."""
-    panels: dict[str, list[tuple[str, int, Curves, Curves]]] = defaultdict(list)
-    for way in WAYS:
-        panels[way.setting].append((way.title, way.mu, curves_of(*way.cells), curves_of(*way.grpo)))
-    if new := eight():
-        panels["part eight, large headroom"] = list(new.values())
+    """Draw the gain over GRPO against the speed-up, a panel for each setting; a cross is a method's own planned
+    speed-up. A method with GRPO's schedule is a point at 1."""
+    panels: dict[str, list[Compared]] = defaultdict(list)
+    for one in compared():
+        panels[one.setting].append(one)
     figure = Figure(figsize=(4.0 * len(panels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, (setting, ways) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
+    for axes, (setting, methods) in zip(np.atleast_1d(figure.subplots(1, len(panels))), panels.items(), strict=True):
         plain_axes(axes)
         axes.axhline(0, color=LIGHT["soft"], linewidth=1)
-        for number, (title, mu, own, grpo) in enumerate(ways):
-            color = LIGHT[COLORS[number % len(COLORS)]]
-            shown = LADDER[LADDER <= 3]
-            intervals = [mean_interval(gaps(own, grpo, speed_up)) for speed_up in shown]
-            axes.plot(shown, [value.value for value in intervals], color=color, linewidth=1.6, label=f"µ={mu}: {title}")
+        for number, one in enumerate(methods):
+            color, dashes = LIGHT[COLORS[number % len(COLORS)]], ("-", "--")[number // len(COLORS)]
+            shown = LADDER[LADDER <= 3] if one.planned != 1 else LADDER[:1]
+            intervals = [mean_interval(gaps(one.own, one.grpo, speed_up)) for speed_up in shown]
+            means, label = [value.value for value in intervals], f"µ={one.mu}: {one.title}"
+            axes.plot(shown, means, dashes, color=color, linewidth=1.6, label=label)
             axes.fill_between(
                 shown, [v.low for v in intervals], [v.high for v in intervals], color=color, alpha=0.1, linewidth=0
             )
-            if planned := PLANNED.get(mu):
-                axes.plot(planned, np.mean(gaps(own, grpo, planned)), "x", color=color, markersize=7)
+            if one.planned:
+                axes.plot(one.planned, np.mean(gaps(one.own, one.grpo, one.planned)), "x", color=color, markersize=7)
         axes.set_title(setting, loc="left", color=LIGHT["ink"], fontsize=11)
-        axes.set_xlabel("k: GRPO's time / the way's, equal updates", color=LIGHT["soft"])
+        axes.set_xlabel("k: GRPO's time / the method's, equal updates", color=LIGHT["soft"])
         axes.legend(fontsize=7, frameon=False, loc="lower right")
     figure.supylabel("points above GRPO at equal time; shaded: 95 % by seed", color=LIGHT["soft"], fontsize=10)
     return write_svg(figure, path)
