@@ -254,7 +254,7 @@ def test_the_pages_have_todays_figures() -> None:
     assert len(corrected) == 3
     assert len({f"{p:.3f}" for p in corrected}) == 1
     tuned = {}
-    for name in ("grpo_4", "grpo_16", "veto_16", "decoupled_16", "prefix_16"):
+    for name in ("grpo_4", "grpo_16", "veto_16", "decoupled_16", "prefix_16", "grpo_64", "veto_64", "prefix_64"):
         rate = tuned_rate(GRID, ran.ends, name)[1]
         assert rate is not None
         tuned[name] = 100 * tuning_mean(GRID, ran.ends, name, rate)
@@ -268,6 +268,7 @@ def test_the_pages_have_todays_figures() -> None:
         f"lost another {interval(ran.gaps('prefix_4', 'prefix_64'), '')} points",
         f"prefix weights at µ=64 lost {interval(ran.gaps('grpo_4', 'prefix_64'), '')} points after equal updates",
         f"p is {corrected[0]:.3f} for each of the three claims",
+        f"GRPO's clip ended {interval(ran.gaps('grpo_16', 'veto_16'), '')} points above the relaxed clip with the veto",
         f"GRPO's clip ended at {tuned['grpo_16']:.1f} %",
         f"the relaxed clip with the veto at {tuned['veto_16']:.1f} %",
         f"a narrow clip that follows the policy at {tuned['decoupled_16']:.1f} %",
@@ -276,7 +277,20 @@ def test_the_pages_have_todays_figures() -> None:
     ):
         assert figure in page, figure
     assert f"{above} after the same hours" in plain("README.md")
+    prefix = ran.gaps("prefix_64", "grpo_4", GRID.ways["prefix_64"].k)
+    both = f"{interval(timed)} points with µ=16 and GRPO's clip, {interval(prefix)} with µ=64 and prefix weights"
+    assert both in plain("README.md")
     assert f"it ended {interval(below, '')} points below GRPO after as many updates" in plain("docs/when.md")
+    for figure in (
+        f"ended {interval(ran.gaps('grpo_4', 'veto_4'), '')} points above the relaxed clip with the veto at µ=4",
+        f"and {interval(ran.gaps('grpo_16', 'veto_16'), '')} points above it at µ=16",
+        f"GRPO's clip ended at {tuned['grpo_64']:.1f} %, `mu_grpo` with the veto at {tuned['veto_64']:.1f} %",
+        f"and with prefix weights at {tuned['prefix_64']:.1f} %",
+    ):
+        assert figure in plain("docs/when.md"), figure
+    stages = "stages of 64 updates ended {} points below it".format(interval(ran.gaps("grpo_4", "prefix_64"), ""))
+    assert f"stages of 16 updates ended {interval(below, '')} points below GRPO" in plain("docs/first-run.md")
+    assert stages in plain("docs/first-run.md")
 
 
 def made_up(ran: Sequence[int], cost: float, age: float) -> results.Results:

@@ -182,6 +182,31 @@ def test_the_recipes_for_one_gpu_fit_it(name: str, device: str, capsys: pytest.C
     assert load_recipe(path).data.train == "gsm8k"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "one_gpu/24gb",
+        "one_gpu/24gb-lora",
+        "one_gpu/80gb",
+        "one_gpu/80gb-lora",
+        *(f"multi_node/{n}" for n in MULTI_NODE),
+    ],
+)
+def test_our_recipes_for_gpus_take_what_part_eight_found(name: str) -> None:
+    """docs/when.md: stages of 16 updates with GRPO's clip."""
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    assert recipe.schedule.updates_per_stage == 16
+    assert (recipe.objective.clip_low, recipe.objective.clip_high, recipe.objective.veto) == (*STRICT, "none")
+
+
+def test_the_matched_recipe_differs_from_its_base_in_the_schedule_alone() -> None:
+    ours, grpo = (load_recipe(RECIPES / f"one_gpu/{name}.toml").model_dump() for name in ("80gb", "80gb-grpo-matched"))
+    assert {key for key in ours if ours[key] != grpo[key]} == {"run", "schedule", "eval", "checkpoint"}
+    for part in ("eval", "checkpoint"):
+        assert {key for key in ours[part] if ours[part][key] != grpo[part][key]} == {"every_stages"}
+        assert 16 * ours[part]["every_stages"] == 4 * grpo[part]["every_stages"]
+
+
 @pytest.mark.parametrize(("name", "nodes"), [(name, n) for name, each in MULTI_NODE.items() for n in each])
 def test_multi_node_recipes_fit_the_nodes_they_name(name: str, nodes: int, capsys: pytest.CaptureFixture[str]) -> None:
     path = RECIPES / "multi_node" / f"{name}.toml"
