@@ -8,8 +8,12 @@ from statistics import fmean
 import numpy as np
 import pytest
 
+from mugrpo_megatron.extras.plan.case import find_model, make_case
+from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
+from mugrpo_megatron.extras.plan.plan import make_plan
 from mugrpo_megatron.extras.plan.schedules import grpo_seconds, schedule_of
+from mugrpo_megatron.recipe import load_recipe
 from mugrpo_megatron.recipe.objective import ObjectiveSection
 from run_scripts.dev import equal_time
 from run_scripts.dev.part_eight.cells import load_grid
@@ -20,6 +24,7 @@ from tests.test_study_figures import minus, rows_of, seven, six
 
 PAGE = Path(ROOT, "docs/study/equal-time.md").read_text(encoding="utf-8")
 PLAN = Path(ROOT, "docs/study/part-eight.md").read_text(encoding="utf-8")
+RECIPES = Path(ROOT, "run_scripts/recipes")
 UPDATES = 4096
 
 
@@ -47,7 +52,11 @@ def test_the_break_evens_that_the_text_repeats() -> None:
     clip, prefix = rows["GRPO's clip", "16"], rows["prefix weights", "64"]
     assert f"It was level with GRPO at a speed-up of {clip}." in text
     assert f"it broke even at k = {clip}, so" in text
-    assert f"prefix weights, broke even at k = {prefix}, and" in text
+    assert f"prefix weights, was level with GRPO at k = {prefix}, and" in text
+    older = {(row[0], row[1]): row[4] for row in rows_below(PAGE, "| Setting | Method")}
+    veto = older[equal_time.LARGE, "4 stages, veto"].removeprefix("-")
+    first_run = " ".join(Path(ROOT, "docs/first-run.md").read_text(encoding="utf-8").split())
+    assert f"four stages of 64 updates with the veto {veto} points below it" in first_run
     assert f"[{clip.split()[0]} times as fast]" in Path(ROOT, "docs/when.md").read_text(encoding="utf-8")
 
 
@@ -94,6 +103,44 @@ def test_the_plans_speed_ups() -> None:
         assert way.k == pytest.approx(expected[way.mu, name.startswith("decoupled")], abs=6e-4), name
     marked = dict(zip((8, 16, 32, 64, 128, 256), means, strict=False))
     assert {mu: marked[mu] for mu in equal_time.PLANNED} == pytest.approx(equal_time.PLANNED, abs=6e-4)
+
+
+def speed_ups(name: str, nodes: int, per_node: int, device: str, sizes: tuple[int, ...]) -> list[str]:
+    """k of the recipe's updates in stages of each size, as a page has it."""
+    recipe = load_recipe(RECIPES / f"{name}.toml")
+    found = find_model(recipe.model)
+    cluster = make_cluster(nodes, per_node, device)
+    case = make_case(recipe, found.architecture, found.config, cluster, Assumptions())
+    need = memory(case, engine_memory(case))
+    baseline, updates = grpo_seconds(case, need), recipe.schedule.total_updates
+    return [f"{baseline / schedule_of(case, need, updates, size).without_evaluations:.2f}" for size in sizes]
+
+
+def test_the_speed_ups_of_three_machines_and_at_16_nodes() -> None:
+    text = " ".join(PAGE.split())
+    small = speed_ups("one_gpu/80gb", 1, 1, "h100", (16, 64, 256))
+    paper = speed_ups("paper/qwen2.5-math-7b.grpo", 1, 4, "h200", (16, 64, 1024))
+    large = speed_ups("multi_node/llama-3.3-70b", 8, 8, "h200", (16, 1024))
+    assert f"(`one_gpu/80gb.toml`): k is {small[0]} at µ=16, and {small[2]} at most." in text
+    assert f"and the plan has {small[1]}." in text
+    assert f"k is {paper[0]} at µ=16, {paper[1]} at µ=64, and {paper[2]} at most." in text
+    assert f"8 nodes): k is {large[0]} at µ=16, and {large[1]} at most." in text
+    plan = " ".join(Path(ROOT, "docs/plan.md").read_text(encoding="utf-8").split())
+    assert f"speed-up is {small[0]} at µ=16 and {small[2]} at most." in plan
+    rows = rows_below(PAGE, "| Model | k of µ=16")
+    for name, *cells, _ in rows:
+        assert cells == speed_ups(f"multi_node/{name.lower()}", 16, 8, "h200", (16, 1024)), name
+    least, most = min(row[1] for row in rows), max(row[1] for row in rows)
+    assert f"GRPO takes {least} to {most} times as long as µ=16" in plan
+
+
+def test_the_hours_of_the_recipes_for_several_nodes() -> None:
+    page = Path(ROOT, "docs/plan.md").read_text(encoding="utf-8")
+    for name, machine, *_, grpo, short, long in rows_below(page, "| Recipe in `multi_node/`"):
+        nodes, per_node = map(int, machine.split(" x "))
+        recipe = load_recipe(RECIPES / "multi_node" / name.strip("`"))
+        ours, baseline, four = make_plan(recipe, nodes, per_node, "h200").schedules
+        assert [f"{one.total / 3600:.0f}" for one in (baseline, ours, four)] == [grpo, short, long], name
 
 
 def test_the_papers_table_at_equal_time() -> None:

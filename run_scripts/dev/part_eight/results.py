@@ -5,14 +5,14 @@ python -m run_scripts.dev.part_eight.results
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 
-from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, best_way, load_grid, tuned_rate, tuning_mean
+from run_scripts.dev.part_eight.cells import Cell, Ends, Grid, best_way, load_grid, tuned_rate, tuning_mean, wanted
 from run_scripts.dev.part_eight.rows import CELLS, CURVES, cell_of, mean_of_last_quarter, read_rows
 from run_scripts.dev.study import FEWEST, STUDY, holm, interval, sign_flip, with_cells
 
@@ -75,6 +75,8 @@ class Claim:
     """By how many points each seed is on the claim's side."""
     found: str
     """What the cells say, without a verdict."""
+    asserted: str
+    """What the test may show."""
 
 
 def read_results(directory: Path = LARGE) -> Results:
@@ -168,11 +170,11 @@ def claims(results: Results) -> Iterator[Claim]:
     below = results.gaps(GRPO, "veto_4")
     if len(below) >= FEWEST:
         text = f"at µ=4 the relaxed clip with the veto ends {interval(below, '')} points below GRPO's clip"
-        yield Claim(12, below, text)
+        yield Claim(12, below, text, "that it ends below")
     lost = results.gaps("prefix_4", "prefix_64")
     if len(lost) >= FEWEST:
         text = f"from µ=4 to µ=64 prefix weights lose {interval(lost, '')} points"
-        yield Claim(13, [2 - points for points in lost], text)
+        yield Claim(13, [2 - points for points in lost], text, "that they lose less than 2")
     if best := chosen(results):
         way = results.grid.ways[best]
         above = results.gaps(best, GRPO, way.k)
@@ -180,7 +182,7 @@ def claims(results: Results) -> Iterator[Claim]:
             text = (
                 f"tuning chose {way.title}, which ends {interval(above)} points above GRPO at equal time (k = {way.k})"
             )
-            yield Claim(14, above, text)
+            yield Claim(14, above, text, "that it ends above")
 
 
 def claim_lines(results: Results) -> str:
@@ -193,12 +195,25 @@ def claim_lines(results: Results) -> str:
     lines = []
     for claim, ran, chance, p in zip(found, whole, chances, corrected[: len(found)], strict=True):
         verdict = (
-            f"**{'shown' if p <= LEVEL else 'not shown'}**, p = {chance:.3f}, {p:.3f} after Holm"
+            f"{claim.asserted} is **{'shown' if p <= LEVEL else 'not shown'}**, p = {chance:.3f}, {p:.3f} after Holm"
             if ran
             else f"{len(claim.margins)} of {seeds} seeds have run, so it is not tested yet"
         )
         lines.append(f"- **Claim {claim.number}**: {claim.found}; {verdict}.")
     return "\n".join(lines)
+
+
+def missing(results: Results, explored: Results) -> str:
+    """What of the plan has not run, as far as finished cells decide it; empty when all has."""
+    grid = results.grid
+    cells = [cell for cell in wanted(grid, results.ends) if cell not in results.ends]
+    tuning = dict.fromkeys(cell.way for cell in cells if cell.seed in grid.tuning_seeds)
+    tests = Counter(cell.way for cell in cells if cell.seed in grid.test_seeds)
+    parts = [f"{number} test cells of {grid.ways[name].title}" for name, number in tests.items()]
+    parts += [f"tuning and test cells of {grid.ways[name].title}" for name in tuning]
+    if not explored.ends:
+        parts.append("the exploration")
+    return "; ".join(parts)
 
 
 def text(results: Results, explored: Results) -> str:
@@ -221,6 +236,8 @@ def text(results: Results, explored: Results) -> str:
             tests_table(results),
             lines,
         ]
+    if left := missing(results, explored):
+        parts.append(f"Not run with large headroom: {left}. No cell with small headroom has run.")
     if explored.ends:
         parts += ["Exploration, mean A(256) of the same tuning seeds, in percent:", rates_table(explored)]
     return "\n" + "\n\n".join(parts) + "\n"
