@@ -31,6 +31,9 @@ COLORS = ("blue", "orange", "teal", "violet", "red", "yellow", "magenta", "grey"
 LEFT_OUT = {"run.dir"}
 """Settings that labels and differences leave out."""
 
+WHEN_EVALUATED = {"eval.every_stages", "eval.every_updates"}
+"""Settings of `[eval]` that move the points of a curve and leave the curve what it is."""
+
 SHARED = ("objective.name", "schedule.stages", "schedule.updates_per_stage", "data.train", "model.path", "optimizer.lr")
 """Settings that the page's head shows if they have the same value in all runs."""
 
@@ -147,7 +150,7 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
     """Yield a sentence for each difference between the runs that makes a comparison of their curves misleading."""
     differing = differences(runs)
     for section, name in ALIKE.items():
-        if keys := [key for key in differing if key.startswith(f"{section}.")]:
+        if keys := [key for key in differing if key.startswith(f"{section}.") and key not in WHEN_EVALUATED]:
             yield f"The runs differ in their {name} ({', '.join(keys)}): their curves do not compare one to one."
     for file, content, section, name in (
         ("data.json", "data", "data", "training problems"),

@@ -104,6 +104,9 @@ def test_accuracies_and_rewards_have_charts_of_their_own(tmp_path: Path) -> None
 def test_runs_on_other_terms_are_warned_of(tmp_path: Path) -> None:
     same = runs_of(tmp_path / "same", {"run": {"seed": 1}}, {"run": {"seed": 2}})
     assert "compare" not in re.findall(r'id="warnings">(.*?)<div class="tiles', comparison(same), re.DOTALL)[0]
+    short, long = {"stages": 16, "updates_per_stage": 16}, {"stages": 64, "updates_per_stage": 4}
+    as_often = ({"schedule": short, "eval": {"every_stages": 2}}, {"schedule": long, "eval": {"every_stages": 8}})
+    assert "compare one to one" not in comparison(runs_of(tmp_path / "as-often", *as_often))
     other = runs_of(tmp_path / "other", {}, {"data": {"train": "gsm8k"}, "reward": {"timeout_s": 9.0}})
     html = comparison(other)
     assert "The runs differ in their training data (data.train): their curves do not compare one to one." in html
