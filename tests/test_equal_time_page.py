@@ -50,13 +50,13 @@ def test_the_break_evens_that_the_text_repeats() -> None:
     text = " ".join(PAGE.split())
     rows = {(row[1], row[2]): row[-1] for row in rows_below(PAGE, "| Setting | Method") if row[0] == equal_time.EIGHT}
     clip, prefix = rows["GRPO's clip", "16"], rows["prefix weights", "64"]
-    assert f"It was level with GRPO at a speed-up of {clip}." in text
+    assert f"Its mean broke even with GRPO at a speed-up of {clip}." in text
     assert f"it broke even at k = {clip}, so" in text
-    assert f"prefix weights, was level with GRPO at k = {prefix}, and" in text
+    assert f"prefix weights, broke even at k = {prefix}, and" in text
     older = {tuple(row[:2]): row[4] for row in rows_below(PAGE, "| Setting | Method") if row[4:]}
     veto = older[equal_time.LARGE, "4 stages, veto"].removeprefix("-")
     first_run = " ".join(Path(ROOT, "docs/first-run.md").read_text(encoding="utf-8").split())
-    assert f"four stages of 64 updates with the veto {veto} points below it" in first_run
+    assert f"four stages of 64 updates with the veto ended {veto} points below it" in first_run
     assert f"[{clip.split()[0]} times as fast]" in Path(ROOT, "docs/when.md").read_text(encoding="utf-8")
 
 

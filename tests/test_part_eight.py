@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -260,14 +261,17 @@ def test_the_pages_have_todays_figures() -> None:
         assert rate is not None
         tuned[name] = 100 * tuning_mean(GRID, ran.ends, name, rate)
     above = f"ended {interval(timed, '')} points above GRPO"
-    below = [gap * -1 for gap in equal]
-    near = mean_interval(ran.gaps("grpo_16", "grpo_4", 1.04))  # the third cluster of the page
+    below = ran.gaps("grpo_4", "grpo_16")
+    third = re.search(r"8 nodes\): k is (\S+) at µ=16", page)
+    assert third
+    near = mean_interval(ran.gaps("grpo_16", "grpo_4", float(third[1])))
     assert near.low < 0 < near.high
     for figure in (
         f"{above}, with p = {sign_flip(timed):.3f}, and {corrected[2]:.3f} after Holm's correction",
         f"ended {interval(below, '')} points below GRPO after equal updates, and {interval(timed, '')} points above it",
         f"ended {interval(ran.gaps('grpo_4', 'veto_4'), '')} points below GRPO's clip",
         f"and prefix weights {interval(ran.gaps('grpo_4', 'prefix_4'), '')} points below it",
+        f"GRPO's clip lost {interval(below, '')} points from µ=4 to µ=16",
         f"lost another {interval(ran.gaps('prefix_4', 'prefix_64'), '')} points",
         f"prefix weights at µ=64 lost {interval(ran.gaps('grpo_4', 'prefix_64'), '')} points after equal updates",
         f"p is {corrected[0]:.3f} for each of the three claims",
@@ -279,7 +283,7 @@ def test_the_pages_have_todays_figures() -> None:
         f"GRPO at µ=4 ended at {tuned['grpo_4']:.1f} %",
     ):
         assert figure in page, figure
-    assert f"{above} after the same planned hours" in plain("README.md")
+    assert f"{above} at the speed-up that is planned" in plain("README.md")
     before = 100 * fmean(curve[0] for curve in ran.tests("grpo_16").values())
     prefix, veto = (ran.gaps(name, "grpo_4", GRID.ways[name].k) for name in ("prefix_64", "veto_16"))
     row = (
@@ -336,6 +340,17 @@ def test_claims(cost: float, age: float, verdicts: tuple[bool, bool]) -> None:
     lines = results.claim_lines(made_up(GRID.test_seeds, cost, age)).split("\n")
     assert tuple("**shown**" in line for line in lines) == verdicts
     assert ["p = 0.004" in line for line in lines] == list(verdicts)
+
+
+def test_what_has_not_run() -> None:
+    explored = results.Results(EXPLORED, {Cell("any", 1e-5, 100): 0.5}, {})
+    ends = {cell: end(cell, 8e-5) for cell in run_all(GRID, 8e-5)}
+    assert results.missing(results.Results(GRID, ends, {}), explored) == ""
+    some = {cell: value for cell, value in ends.items() if (cell.way, cell.seed) != ("veto_16", 35)}
+    assert results.missing(results.Results(GRID, some, {}), explored) == f"1 test cells of {GRID.ways['veto_16'].title}"
+    first = results.missing(results.Results(GRID, {}, {}), results.Results(EXPLORED, {}, {}))
+    assert f"4 tuning cells of {GRID.ways['veto_4'].title}" in first
+    assert first.endswith("; the exploration")
 
 
 def with_tuning_curves(ran: results.Results, best: str) -> results.Results:

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from mugrpo_megatron.evaluation.estimators import mean_interval
 from mugrpo_megatron.extras.comparison.equal_time import Curve, difference
+from mugrpo_megatron.extras.plan.schedules import GRPO_UPDATES
 from run_scripts.dev.part_eight.results import GRPO, read_results
 from run_scripts.dev.part_eight.rows import CELLS, CURVES, read_rows
 from run_scripts.dev.study import FEWEST, STUDY, interval, with_cells
@@ -121,6 +122,11 @@ class Compared:
     own: Curves
     grpo: Curves
 
+    @property
+    def as_slow(self) -> bool:
+        """Whether it has GRPO's own schedule, so that equal updates take equal time."""
+        return self.mu == GRPO_UPDATES
+
 
 def compared() -> list[Compared]:
     """The study's methods, then those of part eight that have enough test cells, in the order of its grid."""
@@ -149,11 +155,11 @@ def table() -> str:
         "| --- | --- | --: | --: |" + " --: |" * (len(heads) + 3),
     ]
     for one in compared():
-        same_time = one.planned == 1  # GRPO's own schedule
         figures = [
-            "–" if same_time and speed_up > 1 else interval(gaps(one.own, one.grpo, speed_up)) for speed_up in SPEED_UPS
+            "–" if one.as_slow and speed_up > 1 else interval(gaps(one.own, one.grpo, speed_up))
+            for speed_up in SPEED_UPS
         ]
-        even = "–" if same_time else "{} ({} to {})".format(*break_even(one.own, one.grpo))
+        even = "–" if one.as_slow else "{} ({} to {})".format(*break_even(one.own, one.grpo))
         there = f"{one.planned:.2f} | {interval(gaps(one.own, one.grpo, one.planned))}" if one.planned else "– | –"
         lines.append(
             f"| {one.setting} | {one.title} | {one.mu} | {len(one.own.keys() & one.grpo.keys())} | "
@@ -164,7 +170,7 @@ def table() -> str:
 
 def draw(path: Path) -> Path:
     """Draw the gain over GRPO against the speed-up, a panel for each setting; a cross is a method's own planned
-    speed-up. A method with GRPO's schedule is a point at 1."""
+    speed-up. A method with GRPO's schedule is a point with its interval, just left of 1."""
     panels: dict[str, list[Compared]] = defaultdict(list)
     for one in compared():
         panels[one.setting].append(one)
@@ -174,11 +180,16 @@ def draw(path: Path) -> Path:
         plain_axes(axes)
         axes.axhline(0, color=LIGHT["soft"], linewidth=1)
         for number, one in enumerate(methods):
-            color, dashes = LIGHT[COLORS[number % len(COLORS)]], ("-", "--")[number // len(COLORS)]
-            shown = LADDER[LADDER <= 3] if one.planned != 1 else LADDER[:1]
+            color, dashes = LIGHT[COLORS[number % len(COLORS)]], "-" if number < len(COLORS) else "--"
+            label = f"µ={one.mu}: {one.title}"
+            if one.as_slow:
+                there = mean_interval(gaps(one.own, one.grpo, 1.0))
+                error = [[there.value - there.low], [there.high - there.value]]
+                axes.errorbar(1 - 0.03 * (number + 1), there.value, error, fmt="x", color=color, label=label)
+                continue
+            shown = LADDER[LADDER <= 3]
             intervals = [mean_interval(gaps(one.own, one.grpo, speed_up)) for speed_up in shown]
-            means, label = [value.value for value in intervals], f"µ={one.mu}: {one.title}"
-            axes.plot(shown, means, dashes, color=color, linewidth=1.6, label=label)
+            axes.plot(shown, [value.value for value in intervals], dashes, color=color, linewidth=1.6, label=label)
             axes.fill_between(
                 shown, [v.low for v in intervals], [v.high for v in intervals], color=color, alpha=0.1, linewidth=0
             )

@@ -192,7 +192,7 @@ def test_the_recipes_for_one_gpu_fit_it(name: str, device: str, capsys: pytest.C
         *(f"multi_node/{n}" for n in MULTI_NODE),
     ],
 )
-def test_our_recipes_for_gpus_take_what_part_eight_found(name: str) -> None:
+def test_our_recipes_for_gpus_take_stages_of_16_with_grpos_clip(name: str) -> None:
     """docs/when.md: stages of 16 updates with GRPO's clip."""
     recipe = load_recipe(RECIPES / f"{name}.toml")
     assert recipe.schedule.updates_per_stage == 16

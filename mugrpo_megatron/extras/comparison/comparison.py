@@ -32,7 +32,7 @@ LEFT_OUT = {"run.dir"}
 """Settings that labels and differences leave out."""
 
 WHEN_EVALUATED = {"eval.every_stages", "eval.every_updates"}
-"""Settings of `[eval]` that move the points of a curve and leave the curve what it is."""
+"""Settings of `[eval]` that say after which updates a run is evaluated."""
 
 SHARED = ("objective.name", "schedule.stages", "schedule.updates_per_stage", "data.train", "model.path", "optimizer.lr")
 """Settings that the page's head shows if they have the same value in all runs."""
@@ -149,8 +149,9 @@ def differences(runs: Sequence[RunData]) -> list[str]:
 def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
     """Yield a sentence for each difference between the runs that makes a comparison of their curves misleading."""
     differing = differences(runs)
+    alike = WHEN_EVALUATED if _evaluated_after_the_same_updates(runs) else set()
     for section, name in ALIKE.items():
-        if keys := [key for key in differing if key.startswith(f"{section}.") and key not in WHEN_EVALUATED]:
+        if keys := [key for key in differing if key.startswith(f"{section}.") and key not in alike]:
             yield f"The runs differ in their {name} ({', '.join(keys)}): their curves do not compare one to one."
     for file, content, section, name in (
         ("data.json", "data", "data", "training problems"),
@@ -161,6 +162,13 @@ def _warnings(runs: Sequence[RunData]) -> Iterable[str]:
             yield f"The runs' {name} differ, though their recipes name the same ones: a file was edited in between."
     if len({equal_time_section.evaluated_on(run) for run in runs if run.evals}) > 1:
         yield "The runs were evaluated on different problems: their held-out figures do not compare."
+
+
+def _evaluated_after_the_same_updates(runs: Sequence[RunData]) -> bool:
+    """Whether the runs were evaluated after the same updates, as far as all of them have come."""
+    updates = [{int(row["update"]) for row in run.evals} for run in runs]
+    last = min(max(found, default=0) for found in updates)
+    return len({frozenset(update for update in found if update <= last) for found in updates}) == 1
 
 
 def _contents(runs: Sequence[RunData], file: str, content: str, section: str) -> set[str]:

@@ -204,13 +204,13 @@ def claim_lines(results: Results) -> str:
 
 
 def missing(results: Results, explored: Results) -> str:
-    """What of the plan has not run, as far as finished cells decide it; empty when all has."""
+    """The grid's cells that have not run, as far as finished cells decide which they are; empty when all have."""
     grid = results.grid
     cells = [cell for cell in wanted(grid, results.ends) if cell not in results.ends]
-    tuning = dict.fromkeys(cell.way for cell in cells if cell.seed in grid.tuning_seeds)
-    tests = Counter(cell.way for cell in cells if cell.seed in grid.test_seeds)
-    parts = [f"{number} test cells of {grid.ways[name].title}" for name, number in tests.items()]
-    parts += [f"tuning and test cells of {grid.ways[name].title}" for name in tuning]
+    parts = []
+    for kind, seeds in (("test", grid.test_seeds), ("tuning", grid.tuning_seeds)):
+        left = Counter(cell.way for cell in cells if cell.seed in seeds)
+        parts += [f"{number} {kind} cells of {grid.ways[name].title}" for name, number in left.items()]
     if not explored.ends:
         parts.append("the exploration")
     return "; ".join(parts)
@@ -237,7 +237,7 @@ def text(results: Results, explored: Results) -> str:
             lines,
         ]
     if left := missing(results, explored):
-        parts.append(f"Not run with large headroom: {left}. No cell with small headroom has run.")
+        parts.append(f"Not run with large headroom: {left}.")
     if explored.ends:
         parts += ["Exploration, mean A(256) of the same tuning seeds, in percent:", rates_table(explored)]
     return "\n" + "\n\n".join(parts) + "\n"

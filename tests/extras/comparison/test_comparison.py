@@ -106,7 +106,11 @@ def test_runs_on_other_terms_are_warned_of(tmp_path: Path) -> None:
     assert "compare" not in re.findall(r'id="warnings">(.*?)<div class="tiles', comparison(same), re.DOTALL)[0]
     short, long = {"stages": 16, "updates_per_stage": 16}, {"stages": 64, "updates_per_stage": 4}
     as_often = ({"schedule": short, "eval": {"every_stages": 2}}, {"schedule": long, "eval": {"every_stages": 8}})
-    assert "compare one to one" not in comparison(runs_of(tmp_path / "as-often", *as_often))
+    ours, grpo = runs_of(tmp_path / "as-often", *as_often)
+    assert "compare one to one" not in comparison([ours, grpo])
+    unfinished, seldom = replace(grpo, evals=grpo.evals[:2]), replace(grpo, evals=[*grpo.evals[:1], *grpo.evals[2:]])
+    assert "compare one to one" not in comparison([ours, unfinished])
+    assert "evaluation (eval.every_stages): their curves do not compare one to one" in comparison([ours, seldom])
     other = runs_of(tmp_path / "other", {}, {"data": {"train": "gsm8k"}, "reward": {"timeout_s": 9.0}})
     html = comparison(other)
     assert "The runs differ in their training data (data.train): their curves do not compare one to one." in html
