@@ -30,7 +30,7 @@ LADDER = np.geomspace(1, 6, 181)
 """Speed-ups at which the picture is drawn and a break-even is searched."""
 PLANNED = {16: 1.262, 32: 1.302, 64: 1.323, 128: 1.334, 256: 1.340}
 """µ -> mean planned speed-up of the paper's five recipes (docs/study/part-eight.md)."""
-COLORS = ("red", "orange", "green", "blue", "violet", "grey")
+COLORS = ("red", "orange", "green", "blue", "violet", "ink")
 
 
 @dataclass(frozen=True, slots=True)
