@@ -48,7 +48,7 @@ def test_no_schedule_is_above_grpo_at_its_planned_speed_up() -> None:
 
 def test_the_break_evens_that_the_text_repeats() -> None:
     text = " ".join(PAGE.split())
-    rows = {(row[1], row[2]): row[-1] for row in rows_below(PAGE, "| Setting | Method") if row[0] == equal_time.EIGHT}
+    rows = {(row[1], row[2]): row[7] for row in rows_below(PAGE, "| Setting | Method") if row[0] == equal_time.EIGHT}
     clip, prefix = rows["GRPO's clip", "16"], rows["prefix weights", "64"]
     assert f"Its mean broke even with GRPO at a speed-up of {clip}." in text
     assert f"it broke even at k = {clip}, so" in text
@@ -71,7 +71,7 @@ def test_equal_updates_are_a_speed_up_of_one() -> None:
 def rows_below(text: str, head: str) -> list[list[str]]:
     """Cells of a table's rows, by the beginning of its head."""
     lines = text[text.index(head) :].split("\n\n")[0].split("\n")
-    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in lines[2:]]
+    return [[" ".join(cell.strip(" *").split()) for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
 def test_the_plans_speed_ups() -> None:
@@ -211,6 +211,6 @@ def test_the_best_falling_rate_over_its_last_quarter() -> None:
 def test_when_to_use_it_has_the_break_evens_of_short_stages() -> None:
     """docs/when.md: how much faster than GRPO the study's stages of 32 to 64 updates have to be."""
     rows = rows_below(PAGE, "| Setting | Method")
-    found = sorted(float(row[-1].split()[0]) for row in rows if row[2:] and row[2] in ("32", "64"))
+    found = sorted(float(row[7].split()[0]) for row in rows if row[7:] and row[2] in ("32", "64"))
     page = " ".join(Path(ROOT, "docs/when.md").read_text(encoding="utf-8").split())
     assert f"stages of 32 to 64 updates had to be {found[0]} to {found[-1]} times as fast as GRPO" in page

@@ -78,3 +78,10 @@ def test_an_anchor_is_githubs() -> None:
         "what-a-stage-costs-and-why",
         "κ",
     }
+
+
+@pytest.mark.parametrize("path", PAGES, ids=str)
+def test_no_line_begins_with_a_percent_sign(path: Path) -> None:
+    """The site's parser takes such a line for a comment, and leaves it out."""
+    lines = enumerate(path.read_text(encoding="utf-8").split("\n"), 1)
+    assert [f"{path.name}:{number}" for number, line in lines if line.lstrip().startswith("%")] == []
