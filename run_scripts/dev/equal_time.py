@@ -195,6 +195,8 @@ def draw(path: Path) -> Path:
                 axes.plot(one.planned, np.mean(gaps(one.own, one.grpo, one.planned)), "x", color=color, markersize=7)
         axes.set_title(setting, loc="left", color=LIGHT["ink"], fontsize=11)
         axes.set_xlabel("k: GRPO's time / the method's, equal updates", color=LIGHT["soft"])
+        low, high = axes.get_ylim()
+        axes.set_ylim(low - 0.05 * len(methods) * (high - low), high)  # room for the legend
         axes.legend(fontsize=7, frameon=False, loc="lower right")
     figure.supylabel("points above GRPO at equal time; shaded: 95 % by seed", color=LIGHT["soft"], fontsize=10)
     return write_svg(figure, path)
