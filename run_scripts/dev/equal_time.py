@@ -141,8 +141,8 @@ def compared() -> list[Compared]:
             title = way.title.removesuffix(f", µ={way.mu}")
             found.append(Compared(EIGHT, title, way.mu, way.k, own, grpo))
     for older in WAYS:
-        own, grpo = curves_of(*older.cells), curves_of(*older.grpo)
-        found.append(Compared(older.setting, older.title, older.mu, PLANNED.get(older.mu), own, grpo))
+        pair = curves_of(*older.cells), curves_of(*older.grpo)
+        found.append(Compared(older.setting, older.title, older.mu, PLANNED.get(older.mu), *pair))
     return found
 
 
