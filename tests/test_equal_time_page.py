@@ -8,8 +8,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from mugrpo_megatron.extras.plan.case import find_model, make_case
-from mugrpo_megatron.extras.plan.hardware import Assumptions, make_cluster
+from mugrpo_megatron.extras.plan.hardware import make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
 from mugrpo_megatron.extras.plan.plan import make_plan
 from mugrpo_megatron.extras.plan.schedules import grpo_seconds, schedule_of
@@ -18,8 +17,8 @@ from mugrpo_megatron.recipe.objective import ObjectiveSection
 from run_scripts.dev import equal_time
 from run_scripts.dev.part_eight.cells import load_grid
 from run_scripts.dev.study import with_cells
-from tests.checkout import ROOT
-from tests.extras.plan.published import PUBLISHED, bundled_case, published
+from tests.checkout import ROOT, text_of
+from tests.extras.plan.published import PUBLISHED, bundled_case, case_of, published
 from tests.test_study_figures import minus, rows_of, seven, six
 
 PAGE = Path(ROOT, "docs/study/equal-time.md").read_text(encoding="utf-8")
@@ -55,7 +54,7 @@ def test_the_break_evens_that_the_text_repeats() -> None:
     assert f"prefix weights, broke even at k = {prefix}, and" in text
     older = {tuple(row[:2]): row[4] for row in rows_below(PAGE, "| Setting | Method") if row[4:]}
     veto = older[equal_time.LARGE, "4 stages, veto"].removeprefix("-")
-    first_run = " ".join(Path(ROOT, "docs/first-run.md").read_text(encoding="utf-8").split())
+    first_run = text_of("docs/first-run.md")
     assert f"four stages of 64 updates with the veto ended {veto} points below it" in first_run
     assert f"[{clip.split()[0]} times as fast]" in Path(ROOT, "docs/when.md").read_text(encoding="utf-8")
 
@@ -107,12 +106,9 @@ def test_the_plans_speed_ups() -> None:
 
 def speed_ups(name: str, nodes: int, per_node: int, device: str, sizes: tuple[int, ...]) -> list[str]:
     """k of the recipe's updates in stages of each size, as a page has it."""
-    recipe = load_recipe(RECIPES / f"{name}.toml")
-    found = find_model(recipe.model)
-    cluster = make_cluster(nodes, per_node, device)
-    case = make_case(recipe, found.architecture, found.config, cluster, Assumptions())
+    case = case_of(RECIPES / f"{name}.toml", make_cluster(nodes, per_node, device))
     need = memory(case, engine_memory(case))
-    baseline, updates = grpo_seconds(case, need), recipe.schedule.total_updates
+    baseline, updates = grpo_seconds(case, need), case.recipe.schedule.total_updates
     return [f"{baseline / schedule_of(case, need, updates, size).without_evaluations:.2f}" for size in sizes]
 
 
@@ -125,7 +121,7 @@ def test_the_speed_ups_of_three_machines_and_at_16_nodes() -> None:
     assert f"and the plan has {small[1]}." in text
     assert f"k is {paper[0]} at µ=16, {paper[1]} at µ=64, and {paper[2]} at most." in text
     assert f"8 nodes): k is {large[0]} at µ=16, and {large[1]} at most." in text
-    plan = " ".join(Path(ROOT, "docs/plan.md").read_text(encoding="utf-8").split())
+    plan = text_of("docs/plan.md")
     assert f"speed-up is {small[0]} at µ=16 and {small[2]} at most." in plan
     rows = rows_below(PAGE, "| Model | k of µ=16")
     for name, *cells, _ in rows:
@@ -191,7 +187,7 @@ def test_the_law_refitted_against_bracketed_rates_is_no_better_than_a_constant()
         height_k, scale_k = fit(kept)
         left_out.append(gaps[k] + height_k * np.expm1(-nats[k] / scale_k))
         constant.append(gaps[k] - gaps[kept].mean())
-    page = " ".join(Path(ROOT, "docs/study/law.md").read_text(encoding="utf-8").split())
+    page = text_of("docs/study/law.md")
     rms = [
         100 * float(np.sqrt(np.mean(np.square(values)))) for values in (errors, gaps - gaps.mean(), left_out, constant)
     ]
@@ -212,5 +208,5 @@ def test_when_to_use_it_has_the_break_evens_of_short_stages() -> None:
     """docs/when.md: how much faster than GRPO the study's stages of 32 to 64 updates have to be."""
     rows = rows_below(PAGE, "| Setting | Method")
     found = sorted(float(row[7].split()[0]) for row in rows if row[7:] and row[2] in ("32", "64"))
-    page = " ".join(Path(ROOT, "docs/when.md").read_text(encoding="utf-8").split())
+    page = text_of("docs/when.md")
     assert f"stages of 32 to 64 updates had to be {found[0]} to {found[-1]} times as fast as GRPO" in page

@@ -26,7 +26,7 @@ from run_scripts.dev.part_eight.rows import add_rows, mean_of_last_quarter, read
 from run_scripts.dev.part_eight.run import BASE
 from run_scripts.dev.study import holm, interval, sign_flip, with_cells
 from tests.algorithm.batches import Batch, batches, random_batch
-from tests.checkout import ROOT
+from tests.checkout import ROOT, text_of
 
 GRID = load_grid(Path(ROOT, "docs/study/eight_large/grid.toml"))
 EXPLORED = load_grid(Path(ROOT, "docs/study/eight_explored/grid.toml"))
@@ -242,13 +242,8 @@ def test_the_results_on_the_page_are_of_its_cells() -> None:
     )
 
 
-def plain(page: str) -> str:
-    """A page's text with every run of white space as one space."""
-    return " ".join(Path(ROOT, page).read_text(encoding="utf-8").split())
-
-
 def test_the_pages_have_todays_figures() -> None:
-    page, ran = plain("docs/study/equal-time.md"), results.read_results()
+    page, ran = text_of("docs/study/equal-time.md"), results.read_results()
     assert results.chosen(ran) == "grpo_16"
     k = GRID.ways["grpo_16"].k
     equal, timed = ran.gaps("grpo_16", "grpo_4"), ran.gaps("grpo_16", "grpo_4", k)
@@ -279,15 +274,15 @@ def test_the_pages_have_todays_figures() -> None:
         f"its planned k is {GRID.ways['decoupled_16'].k:.2f} where the others have {k:.2f}",
     ):
         assert figure in page, figure
-    assert f"{above} at the speed-up that is planned" in plain("README.md")
+    assert f"{above} at the speed-up that is planned" in text_of("README.md")
     before = 100 * fmean(curve[0] for curve in ran.tests("grpo_16").values())
     prefix, veto = (ran.gaps(name, "grpo_4", GRID.ways[name].k) for name in ("prefix_64", "veto_16"))
     row = (
         f"{interval(timed)} points with µ=16 and GRPO's clip, {interval(veto)} with µ=16, the relaxed clip and "
         f"the veto, {interval(prefix)} with µ=64 and prefix weights"
     )
-    assert row in plain("README.md")
-    assert f"It ended {interval(below, '')} points below GRPO after as many updates" in plain("docs/when.md")
+    assert row in text_of("README.md")
+    assert f"It ended {interval(below, '')} points below GRPO after as many updates" in text_of("docs/when.md")
     for figure in (
         f"ended {interval(ran.gaps('grpo_4', 'veto_4'), '')} points above the relaxed clip with the veto at µ=4",
         f"and {interval(ran.gaps('grpo_16', 'veto_16'), '')} points above it at µ=16",
@@ -296,8 +291,8 @@ def test_the_pages_have_todays_figures() -> None:
         f"from {before:.0f} % (sampled) | 16 stages of 16 updates, GRPO's clip | {interval(equal)} | 8 |",
         f"four stages of 64 updates, prefix weights | {interval(ran.gaps('prefix_64', 'grpo_4'))} | 8 |",
     ):
-        assert figure in plain("docs/when.md"), figure
-    assert f"stages of 16 updates ended {interval(below, '')} points below GRPO" in plain("docs/first-run.md")
+        assert figure in text_of("docs/when.md"), figure
+    assert f"stages of 16 updates ended {interval(below, '')} points below GRPO" in text_of("docs/first-run.md")
 
 
 def made_up(ran: Sequence[int], cost: float, age: float) -> results.Results:

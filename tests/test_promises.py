@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkout import ROOT
+from tests.checkout import ROOT, text_of
 
 PROMISES: dict[str, dict[str, list[str]]] = tomllib.loads(
     Path(__file__).with_name("promises.toml").read_text(encoding="utf-8")
@@ -36,7 +36,7 @@ def markers(file: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize(("page", "words"), ALL, ids=[words[:40] for _, words in ALL])
 def test_a_promise_stands_on_its_page_and_has_a_test_that_runs(page: str, words: str) -> None:
-    text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+    text = text_of(page)
     assert words in text, "the page says it otherwise now"
     tests = [name.split("::") for name in PROMISES[page][words]]
     lost = [f"{file}::{name}" for file, name in tests if name not in markers(file)]

@@ -11,10 +11,10 @@ import pytest
 from mugrpo_megatron.extras.plan.plan import make_plan
 from mugrpo_megatron.recipe import load_recipe
 from run_scripts.dev import real_model_picture
-from tests.checkout import ROOT
+from tests.checkout import ROOT, text_of
 
-README = " ".join(Path(ROOT, "README.md").read_text(encoding="utf-8").split())
-PAPER = " ".join(Path(ROOT, "docs/paper.md").read_text(encoding="utf-8").split())
+README = text_of("README.md")
+PAPER = text_of("docs/paper.md")
 PLAN, PERFORMANCE = (Path(ROOT, f"docs/{name}.md").read_text(encoding="utf-8") for name in ("plan", "performance"))
 
 

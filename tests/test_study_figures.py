@@ -13,11 +13,11 @@ import pytest
 
 from run_scripts.dev import objectives, part_seven
 from run_scripts.dev.study import holm, interval, sign_flip, with_table
-from tests.checkout import ROOT
+from tests.checkout import ROOT, text_of
 
 WHEN = Path(ROOT, "docs/when.md").read_text(encoding="utf-8")
-README = " ".join(Path(ROOT, "README.md").read_text(encoding="utf-8").split())
-PART_SIX = " ".join(Path(ROOT, "docs/study/part-six.md").read_text(encoding="utf-8").split())
+README = text_of("README.md")
+PART_SIX = text_of("docs/study/part-six.md")
 WAYS_OF_SIX = (("six_small", "stage"), ("six_large", "rule"), ("six_large", "eight"))
 Figures = Mapping[int, float]
 """Seed -> a figure."""
@@ -84,7 +84,7 @@ def test_one_stage_and_its_schedules() -> None:
     )
     assert f"at most {most:.3f} % of a run's tokens" in " ".join(WHEN.split())
     assert f"up to {most_falling:.1f} % of the tokens" in " ".join(WHEN.split())
-    study = " ".join(Path(ROOT, "docs/study.md").read_text(encoding="utf-8").split())
+    study = text_of("docs/study.md")
     assert f"| {interval(falling)} |" in study
     assert f"over the last quarter of the updates its mean is {interval(minus(*quarters))} points" in study
     assert f"relaxed clip is worth {interval(minus(none, strict))} points over GRPO's clip" in study
@@ -184,7 +184,7 @@ def test_part_six_against_the_rate_of_part_seven() -> None:
     assert f"| sums, from {low:.0f} % (sampled) | eight equal stages | -{eight} | 8 |" in WHEN
     own = interval(minus(seven("small", "grpo"), seven("small", "stage_veto")), "")
     assert f"these runs ended [{own} points below GRPO]" in " ".join(WHEN.split())
-    part_seven_page = " ".join(Path(ROOT, "docs/study/part-seven.md").read_text(encoding="utf-8").split())
+    part_seven_page = text_of("docs/study/part-seven.md")
     assert f"where the table has -{own.split()[0]} points" in part_seven_page
     assert f"[Part six](part-six.md#results) has -{stage.split()[0]} points" in part_seven_page
 

@@ -154,10 +154,11 @@ def table() -> str:
         "| --- | --- | --: | --: |" + " --: |" * (4 + len(LATER)),
     ]
     for one in compared():
-        start, *later = (interval(gaps(one.own, one.grpo, speed_up)) for speed_up in (1.0, *LATER))
-        even = "{} ({} to {})".format(*break_even(one.own, one.grpo))
-        if one.as_slow:
-            even, later = "–", ["–"] * len(LATER)
+        start = interval(gaps(one.own, one.grpo, 1.0))
+        even, later = "–", ["–"] * len(LATER)
+        if not one.as_slow:
+            even = "{} ({} to {})".format(*break_even(one.own, one.grpo))
+            later = [interval(gaps(one.own, one.grpo, speed_up)) for speed_up in LATER]
         there = f"{one.planned:.2f} | {interval(gaps(one.own, one.grpo, one.planned))}" if one.planned else "– | –"
         lines.append(
             f"| {one.setting} | {one.title} | {one.mu} | {len(one.own.keys() & one.grpo.keys())} | {start} | {there} | "

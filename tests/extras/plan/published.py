@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import mean
 
 from mugrpo_megatron.extras.plan.case import PlanCase, find_model, make_case
-from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, make_cluster
+from mugrpo_megatron.extras.plan.hardware import GIB, Assumptions, Cluster, make_cluster
 from mugrpo_megatron.extras.plan.memory import engine_memory, memory
 from mugrpo_megatron.extras.plan.time import checkpoint_bytes, phases
 from mugrpo_megatron.recipe import load_recipe
@@ -59,9 +59,14 @@ def published(model: str, method: str) -> Hours:
 
 def bundled_case(model: str, method: str, assumptions: Assumptions | None = None) -> PlanCase:
     """The bundled recipe on 1 x 4 H200."""
-    recipe = load_recipe(RECIPES / f"{model}.{method}.toml")
+    return case_of(RECIPES / f"{model}.{method}.toml", make_cluster(1, 4, "h200"), assumptions)
+
+
+def case_of(path: Path, cluster: Cluster, assumptions: Assumptions | None = None) -> PlanCase:
+    """The case of a recipe's file."""
+    recipe = load_recipe(path)
     found = find_model(recipe.model)
-    return make_case(recipe, found.architecture, found.config, make_cluster(1, 4, "h200"), assumptions or Assumptions())
+    return make_case(recipe, found.architecture, found.config, cluster, assumptions or Assumptions())
 
 
 def planned(model: str, method: str, assumptions: Assumptions | None = None) -> Hours:
