@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -38,10 +39,19 @@ class Clock:
                     rank.ask(lambda store: store.add("nothing", 0))
 
 
+class Requests(queue.Queue[Any]):
+    """Waits for a request alone. A real time limit could end between two steps of a test on a busy machine, and the
+    thread would send a heartbeat that the test did not ask for."""
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        return super().get(block)
+
+
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(heartbeat, "queue", SimpleNamespace(Queue=Requests, Empty=queue.Empty))
     return clock
 
 
